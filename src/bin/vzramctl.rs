@@ -1,0 +1,3 @@
+//! The control tool.
+#![forbid(unsafe_code)]
+fn main() {}

@@ -1,0 +1,2 @@
+//! A vhost-user virtio-blk device over zram-core.
+#![forbid(unsafe_code)]

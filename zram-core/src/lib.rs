@@ -1,0 +1,1 @@
+//! zram's store in user space: slot table, compressed page arena, codecs.
