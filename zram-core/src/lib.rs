@@ -52,3 +52,34 @@ pub use stats::{IoCounters, Stats};
 pub use zram::{
     CreateError, DISK_BYTES_MAX, MEM_LIMIT_MIN, Options, ReadError, WORKERS_MAX, Worker, WorkerError, WriteError, Zram,
 };
+
+/// The codecs alone, for the bench that sets the store beside them.
+#[cfg(not(loom))]
+#[doc(hidden)]
+pub mod bench {
+    use crate::codec::{Algorithm, Decompressors, Stream};
+    use crate::page::Page;
+
+    /// A compression stream and a decompression context.
+    pub struct Codec(Stream, Decompressors);
+
+    impl Codec {
+        /// # Panics
+        /// If there is no memory for the contexts.
+        pub fn new(algorithm: Algorithm) -> Codec {
+            let stream = Stream::new(algorithm).expect("memory for a context");
+            Codec(stream, Decompressors::new(algorithm, 1).expect("memory for a context"))
+        }
+
+        /// What the codec makes of a page.
+        pub fn compress(&mut self, page: &Page) -> &[u8] {
+            self.0.compress(page)
+        }
+
+        /// # Panics
+        /// If `content` was not made by [`Codec::compress`].
+        pub fn decompress(&self, content: &[u8], page: &mut Page) {
+            self.1.decompress(0, content, page).expect("content is a page");
+        }
+    }
+}

@@ -2,6 +2,8 @@
 //!
 //! Seeds are fixed, and printed when a step fails. `ZRAM_MODEL_SEED` adds one, `ZRAM_MODEL_STEPS` changes the length.
 
+#![allow(clippy::unwrap_used)] // a test: an error is a failure
+
 use std::collections::HashMap;
 use std::io::Write;
 use std::sync::{Arc, Barrier};
