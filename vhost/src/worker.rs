@@ -1,0 +1,496 @@
+//! One virtqueue seen from its own thread.
+//!
+//! A worker owns its ring, its handle on the core and its scratch, so the data path takes no lock; the one lock it takes
+//! guards the call descriptor, which a frontend may exchange while the queue runs, and is taken once a batch.
+//!
+//! The life of a worker: look at the ring (a kick may have come before it) -> batches until the ring is empty -> sleep
+//! until a kick, the stop event or, while something is left to give back, [`UPKEEP_PERIOD`] -> again. On stop it leaves
+//! between two chains, or in the middle of a long one, which it puts back; the thread then returns the ring.
+//!
+//! Chains are completed one by one in the order of the avail ring, so the used index is a full account at any moment.
+
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::ops::ControlFlow;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use epoll::Events;
+use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+use zram_core::Page;
+
+use crate::config::Disk;
+use crate::counters::{LogLimit, QueueCounters};
+use crate::execute::{Execution, Store};
+use crate::poller::Poller;
+use crate::request::{self, Outcome, Ranges, Refusal, Request};
+use crate::ring::{BrokenRing, Chain, Pop, Ring};
+
+/// Chains between two looks at whether to call the driver: bounds how long a completion waits behind others.
+const CHAINS_PER_BATCH: usize = 64;
+
+/// Time between two rounds of giving memory back.
+const UPKEEP_PERIOD: Duration = Duration::from_millis(100);
+
+/// Time between two looks at a ring whose frontend gave no kick descriptor.
+const POLL_MS: i32 = 1;
+
+const STOP: u64 = 0;
+const KICK: u64 = 1;
+
+/// What all workers and connections of a device share.
+pub(crate) struct Shared {
+    pub disk: Disk,
+    /// One for each queue.
+    pub counters: Vec<QueueCounters>,
+    pub log_limit: LogLimit,
+}
+
+impl Shared {
+    /// A queue's counters; queues are checked to be below the configured number before.
+    pub fn queue_counters(&self, queue: u16) -> &QueueCounters {
+        self.counters
+            .get(usize::from(queue))
+            .expect("one set of counters for each configured queue")
+    }
+}
+
+/// How the driver announces work.
+#[derive(Clone)]
+pub(crate) enum Kick {
+    /// By a descriptor that becomes readable.
+    File(Arc<File>),
+    /// Not at all: the ring is looked at every [`POLL_MS`].
+    Polled,
+}
+
+/// The descriptors by which the device speaks up. The frontend may exchange them while the queue runs.
+#[derive(Default)]
+pub(crate) struct Signals {
+    call: Mutex<Option<File>>,
+    error: Mutex<Option<File>>,
+}
+
+impl Signals {
+    pub fn set_call(&self, file: Option<File>) {
+        *self.call.lock().unwrap_or_else(PoisonError::into_inner) = file;
+    }
+
+    pub fn set_error(&self, file: Option<File>) {
+        *self.error.lock().unwrap_or_else(PoisonError::into_inner) = file;
+    }
+
+    /// Tells the driver of completions. A frontend that polls has given no descriptor.
+    pub fn call(&self, counters: &QueueCounters) {
+        match signal(&self.call) {
+            Ok(true) => counters.calls.count(),
+            Ok(false) => {}
+            Err(_) => counters.calls_lost.count(),
+        }
+    }
+
+    /// Tells the frontend that the ring is broken: the only way without a device status.
+    pub fn report_broken(&self) {
+        // Whoever does not listen is not told.
+        let _ = signal(&self.error);
+    }
+}
+
+/// Writes to the descriptor, which does not block. False if there is none.
+fn signal(file: &Mutex<Option<File>>) -> io::Result<bool> {
+    match &*file.lock().unwrap_or_else(PoisonError::into_inner) {
+        Some(file) => (&*file).write_all(&1u64.to_ne_bytes()).map(|()| true),
+        None => Ok(false),
+    }
+}
+
+/// How a worker is asked to stop: a flag for when it is busy, an event for when it sleeps.
+struct Stop {
+    flag: AtomicBool,
+    event: EventFd,
+}
+
+/// A running worker, held by the control thread. Dropping it without [`RunningWorker::join`] would leave the thread alone.
+pub(crate) struct RunningWorker {
+    stop: Arc<Stop>,
+    thread: JoinHandle<Ring>,
+}
+
+impl RunningWorker {
+    /// Asks the worker to stop, without waiting.
+    pub fn ask_to_stop(&self) {
+        self.stop.flag.store(true, Ordering::Release);
+        // Fails only if the counter is full, and then the event is readable already.
+        let _ = self.stop.event.write(1);
+    }
+
+    /// Stops the worker and takes the ring back; `None` if the thread has died with it.
+    pub fn join(self) -> Option<Ring> {
+        self.ask_to_stop();
+        self.thread.join().ok()
+    }
+}
+
+/// What a worker starts with.
+pub(crate) struct Parts {
+    pub index: u16,
+    pub ring: Ring,
+    pub mem: Arc<GuestMemoryMmap>,
+    pub kick: Kick,
+    pub signals: Arc<Signals>,
+    pub shared: Arc<Shared>,
+}
+
+/// Starts a worker on its own thread. Fails without having taken anything: the parts come back.
+pub(crate) fn start(parts: Parts) -> Result<RunningWorker, (Ring, io::Error)> {
+    // Built here rather than on the thread, so that what cannot be had is the control thread's error.
+    let made = (|| {
+        let core = parts.shared.disk.zram.worker().map_err(io::Error::other)?;
+        let stop = Arc::new(Stop {
+            flag: AtomicBool::new(false),
+            event: EventFd::new(EFD_NONBLOCK)?,
+        });
+        let poller = Poller::new()?;
+        poller.add(&stop.event, Events::EPOLLIN, STOP)?;
+        if let Kick::File(file) = &parts.kick {
+            // Edge-triggered: a descriptor that stays readable whatever is done to it must not keep a core busy.
+            poller.add(&**file, Events::EPOLLIN | Events::EPOLLET, KICK)?;
+        }
+        Ok((core, stop, poller))
+    })();
+    let (core, stop, poller) = match made {
+        Ok(made) => made,
+        Err(error) => return Err((parts.ring, error)),
+    };
+    let name = thread_name(parts.shared.disk.name(), Some(parts.index));
+    let queue = QueueWorker::new(parts, core);
+    let worker = Worker {
+        queue,
+        stop: stop.clone(),
+        poller,
+    };
+    // The ring must outlive a thread that could not be had, so it waits outside of the closure.
+    let handed_over = Arc::new(Mutex::new(Some(worker)));
+    let taken = handed_over.clone();
+    let run = move || {
+        let worker = taken.lock().unwrap_or_else(PoisonError::into_inner).take();
+        worker.expect("taken once").run()
+    };
+    match thread::Builder::new().name(name).spawn(run) {
+        Ok(thread) => Ok(RunningWorker { stop, thread }),
+        Err(error) => {
+            let worker = handed_over.lock().unwrap_or_else(PoisonError::into_inner).take();
+            Err((worker.expect("no thread has taken it").queue.ring, error))
+        }
+    }
+}
+
+/// "zram-NAME" or "zram-NAME-qN", cut in the name to the 15 bytes that the kernel keeps.
+pub(crate) fn thread_name(disk: &str, queue: Option<u16>) -> String {
+    const THREAD_NAME_BYTES_MAX: usize = 15;
+    let tail = queue.map(|index| format!("-q{index}")).unwrap_or_default();
+    let room = THREAD_NAME_BYTES_MAX - "zram-".len() - tail.len();
+    let fits = disk
+        .char_indices()
+        .take_while(|(at, char)| at + char.len_utf8() <= room && *char != '\0');
+    format!("zram-{}{tail}", fits.map(|(_, char)| char).collect::<String>())
+}
+
+struct Worker {
+    queue: QueueWorker,
+    stop: Arc<Stop>,
+    poller: Poller,
+}
+
+impl Worker {
+    fn run(mut self) -> Ring {
+        while !self.stop.flag.load(Ordering::Acquire) {
+            self.queue.guarded_turn(&self.stop.flag);
+            if let Err(error) = self.sleep() {
+                // Without a wait there is no worker; nothing the guest does leads here.
+                tracing::error!(disk = self.queue.shared.disk.name(), %error, "waiting for kicks");
+                self.queue.break_ring(BrokenRing::Panic);
+                break;
+            }
+        }
+        self.queue.into_ring()
+    }
+
+    /// Waits for a kick or the stop event, and gives memory back while it waits.
+    fn sleep(&mut self) -> io::Result<()> {
+        if self.queue.upkeep_is_due() {
+            self.queue.upkeep(&self.stop.flag);
+        }
+        let timeout_ms = self.queue.sleep_ms();
+        for token in self.poller.wait(timeout_ms)? {
+            if token == KICK {
+                self.queue.clear_kick();
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The queue's work without its thread: what tests and fuzzing drive directly.
+pub(crate) struct QueueWorker {
+    index: u16,
+    ring: Ring,
+    mem: Arc<GuestMemoryMmap>,
+    kick: Kick,
+    signals: Arc<Signals>,
+    shared: Arc<Shared>,
+    store: Store,
+    chain: Chain,
+    ranges: Ranges,
+    last_upkeep: Instant,
+}
+
+impl QueueWorker {
+    pub fn new(parts: Parts, core: zram_core::Worker) -> QueueWorker {
+        let Parts {
+            index,
+            ring,
+            mem,
+            kick,
+            signals,
+            shared,
+        } = parts;
+        QueueWorker {
+            index,
+            ring,
+            mem,
+            kick,
+            signals,
+            shared,
+            store: Store {
+                core,
+                page: Page::zeroed(),
+            },
+            chain: Chain::default(),
+            ranges: Ranges::new(),
+            last_upkeep: Instant::now(),
+        }
+    }
+
+    /// A turn whose panic, a defect of ours, breaks this queue and nothing else.
+    fn guarded_turn(&mut self, stop: &AtomicBool) {
+        // Whatever the panic left half-done is not used again: a broken ring is not served, and this worker ends at stop.
+        if catch_unwind(AssertUnwindSafe(|| self.turn(stop))).is_err() {
+            self.counters().panics.count();
+            self.break_ring(BrokenRing::Panic);
+        }
+    }
+
+    /// Serves the ring until it is empty, broken or to be stopped.
+    pub fn turn(&mut self, stop: &AtomicBool) {
+        if self.ring.broken().is_some() {
+            return;
+        }
+        if let Err(reason) = self.serve(stop) {
+            self.break_ring(reason);
+        }
+    }
+
+    fn serve(&mut self, stop: &AtomicBool) -> Result<(), BrokenRing> {
+        loop {
+            self.ring.silence_kicks(&self.mem)?;
+            while self.batch(stop)?.is_continue() {}
+            // Also when stopping: the driver may sleep on the first entry that it has not seen.
+            if self.ring.await_kicks(&self.mem)? && !stop.load(Ordering::Relaxed) {
+                continue;
+            }
+            return Ok(());
+        }
+    }
+
+    /// Serves some chains, then calls the driver once. `Break` when there are no more, or on stop.
+    fn batch(&mut self, stop: &AtomicBool) -> Result<ControlFlow<()>, BrokenRing> {
+        let mut flow = ControlFlow::Continue(());
+        for _ in 0..CHAINS_PER_BATCH {
+            if stop.load(Ordering::Relaxed) {
+                flow = ControlFlow::Break(());
+            } else {
+                flow = self.serve_one(stop)?;
+            }
+            if flow.is_break() {
+                break;
+            }
+        }
+        self.store.core.end_batch();
+        if self.ring.wants_call(&self.mem)? {
+            self.signals.call(self.counters());
+        }
+        Ok(flow)
+    }
+
+    /// Serves one chain, if there is one. `Break` if there is none, or it was put back because of a stop.
+    fn serve_one(&mut self, stop: &AtomicBool) -> Result<ControlFlow<()>, BrokenRing> {
+        match self.ring.pop(&self.mem, &mut self.chain) {
+            Pop::Empty => Ok(ControlFlow::Break(())),
+            Pop::Broken(reason) => Err(reason),
+            Pop::BadChain(head) => self.return_bad(head),
+            Pop::Chain(head) => match request::status_addr(&self.chain, &self.mem) {
+                Some(status) => self.answer(head, status, stop),
+                None => self.return_bad(head),
+            },
+        }
+    }
+
+    fn return_bad(&mut self, head: u16) -> Result<ControlFlow<()>, BrokenRing> {
+        self.counters().bad_chains.count();
+        self.ring.complete_bad(&self.mem, head)?;
+        Ok(ControlFlow::Continue(()))
+    }
+
+    fn answer(&mut self, head: u16, status: GuestAddress, stop: &AtomicBool) -> Result<ControlFlow<()>, BrokenRing> {
+        let outcome = match self.execute(stop) {
+            ControlFlow::Continue(outcome) => outcome,
+            ControlFlow::Break(()) => {
+                self.ring.unpop();
+                return Ok(ControlFlow::Break(()));
+            }
+        };
+        // Last, whatever the data may have been laid over. It was in memory a moment ago and the mapping is ours.
+        self.mem
+            .write_obj(outcome.status(), status)
+            .map_err(|_| BrokenRing::Memory)?;
+        self.ring.complete(&self.mem, head, outcome.used_len())?;
+        Ok(ControlFlow::Continue(()))
+    }
+
+    fn execute(&mut self, stop: &AtomicBool) -> ControlFlow<(), Outcome> {
+        let disk = &self.shared.disk;
+        let request = match request::parse(&self.chain, &self.mem, disk, &mut self.ranges) {
+            Ok(request) => request,
+            Err(refusal) => {
+                self.count_refusal(refusal);
+                return ControlFlow::Continue(Outcome::Refused(refusal));
+            }
+        };
+        #[cfg(test)]
+        tests::panic_if_asked(disk, request);
+        let mut execution = Execution {
+            disk,
+            store: &mut self.store,
+            mem: &self.mem,
+            chain: &self.chain,
+            ranges: &self.ranges,
+            stop,
+        };
+        let outcome = execution.run(request)?;
+        self.count(request, outcome);
+        ControlFlow::Continue(outcome)
+    }
+
+    fn count_refusal(&self, refusal: Refusal) {
+        let outcome = Outcome::Refused(refusal);
+        if outcome.status() == Outcome::Refused(Refusal::UnknownType).status() {
+            self.counters().unsupported.count();
+        } else {
+            self.counters().io_errors.count();
+            self.shared.disk.zram.io_counters().count_invalid_io();
+        }
+    }
+
+    fn count(&self, request: Request, outcome: Outcome) {
+        let counters = self.counters();
+        let done = matches!(outcome, Outcome::Done(_));
+        match request {
+            Request::In(range) => {
+                counters.reads.count();
+                counters.sectors_read.add(if done { range.count } else { 0 });
+            }
+            Request::Out(range) => {
+                counters.writes.count();
+                counters.sectors_written.add(if done { range.count } else { 0 });
+            }
+            Request::Flush => counters.flushes.count(),
+            Request::GetId(_) => counters.get_ids.count(),
+            Request::Discard => counters.discards.count(),
+            Request::WriteZeroes => counters.write_zeroes.count(),
+        }
+        if !done {
+            counters.io_errors.count();
+        }
+    }
+
+    fn break_ring(&mut self, reason: BrokenRing) {
+        self.ring.break_for(reason);
+        self.counters().broken_rings.count();
+        if self.shared.log_limit.allows() {
+            let (disk, queue) = (self.shared.disk.name(), self.index);
+            tracing::warn!(disk, queue, "queue stopped: {reason}");
+        }
+        self.signals.report_broken();
+    }
+
+    fn counters(&self) -> &QueueCounters {
+        self.shared.queue_counters(self.index)
+    }
+
+    /// Takes the kick. What cannot be read is looked at all the same: the descriptor is the frontend's affair.
+    fn clear_kick(&self) {
+        if let Kick::File(file) = &self.kick {
+            let _ = (&**file).read(&mut [0; 8]);
+        }
+    }
+
+    /// How long to sleep if nothing happens.
+    fn sleep_ms(&self) -> i32 {
+        if self.ring.broken().is_some() {
+            -1
+        } else if matches!(self.kick, Kick::Polled) {
+            POLL_MS
+        } else if self.store.core.has_upkeep() {
+            UPKEEP_PERIOD.as_millis() as i32
+        } else {
+            -1
+        }
+    }
+
+    fn upkeep_is_due(&self) -> bool {
+        self.ring.broken().is_none() && self.store.core.has_upkeep() && self.last_upkeep.elapsed() >= UPKEEP_PERIOD
+    }
+
+    /// Gives memory back, in short steps as long as nobody wants anything.
+    fn upkeep(&mut self, stop: &AtomicBool) {
+        while !stop.load(Ordering::Relaxed) && self.ring.is_empty(&self.mem) && self.store.core.upkeep() {}
+        self.last_upkeep = Instant::now();
+    }
+
+    /// Ends the worker. Dropping the core's handle gives back what it holds; a panic there must not cost the ring.
+    fn into_ring(self) -> Ring {
+        let QueueWorker { ring, store, .. } = self;
+        let _ = catch_unwind(AssertUnwindSafe(|| drop(store)));
+        ring
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    /// A disk of this name panics when it is asked for its serial: the stand-in for a defect of ours.
+    pub(crate) const PANICKING_DISK: &str = "panics";
+
+    pub(super) fn panic_if_asked(disk: &Disk, request: Request) {
+        if disk.name() == PANICKING_DISK && matches!(request, Request::GetId(_)) {
+            panic!("as asked");
+        }
+    }
+
+    #[test]
+    fn thread_names_fit_and_keep_the_queue() {
+        assert_eq!(thread_name("vm7", Some(0)), "zram-vm7-q0");
+        assert_eq!(thread_name("a-rather-long-name", Some(63)), "zram-a-rath-q63");
+        assert_eq!(thread_name("a-rather-long-name", None), "zram-a-rather-l");
+        assert_eq!(
+            thread_name("\u{e4}\u{e4}\u{e4}\u{e4}", Some(63)),
+            "zram-\u{e4}\u{e4}\u{e4}-q63"
+        );
+    }
+}
