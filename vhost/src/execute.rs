@@ -269,8 +269,12 @@ mod tests {
     }
 
     impl Bench {
-        fn new(mem_limit_bytes: Option<u64>) -> Bench {
-            let zram = zram(PAGES * 4096, mem_limit_bytes);
+        fn new() -> Bench {
+            Bench::of(PAGES, None)
+        }
+
+        fn of(pages: u64, mem_limit_bytes: Option<u64>) -> Bench {
+            let zram = zram(pages * 4096, mem_limit_bytes);
             let store = Store {
                 core: zram.worker().unwrap(),
                 page: Page::zeroed(),
@@ -346,7 +350,7 @@ mod tests {
 
     #[test]
     fn what_is_written_is_read_across_page_bounds() {
-        let mut bench = Bench::new(None);
+        let mut bench = Bench::new();
         let mut model = vec![0; PAGES as usize * 4096];
         for (seed, (first, count)) in [(0, 8), (3, 1), (5, 20), (63, 1), (16, 16), (0, 64), (7, 2)]
             .iter()
@@ -375,7 +379,7 @@ mod tests {
             (0, 64),
             (63, 1),
         ] {
-            let mut bench = Bench::new(None);
+            let mut bench = Bench::new();
             let mut model = pattern(9, 64);
             assert_eq!(bench.write(0, &model), OK);
             assert_eq!(
@@ -389,7 +393,7 @@ mod tests {
 
     #[test]
     fn discard_frees_whole_pages_only() {
-        let mut bench = Bench::new(None);
+        let mut bench = Bench::new();
         let mut model = pattern(9, 64);
         assert_eq!(bench.write(0, &model), OK);
         assert_eq!(
@@ -402,7 +406,7 @@ mod tests {
 
     #[test]
     fn the_serial_is_cut_to_the_room() {
-        let mut bench = Bench::new(None);
+        let mut bench = Bench::new();
         let mut chain = Chain::default();
         chain.push(
             Segment {
@@ -421,16 +425,24 @@ mod tests {
     }
 
     #[test]
-    fn a_write_beyond_the_limit_fails_once_and_keeps_the_old_content() {
-        let mut bench = Bench::new(Some(0));
-        assert_eq!(bench.write(0, &pattern(1, 32)), ControlFlow::Continue(Outcome::Failed));
+    fn a_write_beyond_the_limit_fails_once_and_stops_there() {
+        const TOO_MANY_PAGES: usize = 120;
+        let mut bench = Bench::of(TOO_MANY_PAGES as u64, Some(zram_core::MEM_LIMIT_MIN));
+        let mut state = 1u64;
+        let mut noise = || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (state >> 56) as u8
+        };
+        let data: Vec<u8> = (0..TOO_MANY_PAGES * 4096).map(|_| noise()).collect();
+        assert_eq!(bench.write(0, &data), ControlFlow::Continue(Outcome::Failed));
         assert_eq!(bench.disk.zram.stats().failed_writes, 1);
-        assert_eq!(bench.read(0, 64), vec![0; 64 * 512]);
+        assert_eq!(bench.read(0, 8), data[..4096]);
+        assert_eq!(bench.read(8 * (TOO_MANY_PAGES as u64 - 1), 8), [0; 4096]);
     }
 
     #[test]
     fn a_stop_leaves_the_request_to_be_done_again() {
-        let mut bench = Bench::new(None);
+        let mut bench = Bench::new();
         let data = pattern(1, 8);
         bench.stop.store(true, Ordering::Relaxed);
         assert_eq!(bench.write(0, &data), ControlFlow::Break(()));

@@ -1,4 +1,5 @@
 //! The story of a device as a frontend lives it, in one process.
+#![allow(clippy::unwrap_used)] // a test's way to fail
 
 mod client;
 
