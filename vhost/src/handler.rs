@@ -352,3 +352,167 @@ impl VhostUserBackendReqHandlerMut for Session {
         not_offered()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use tracing::field::{Field, Visit};
+    use tracing::span;
+
+    use super::*;
+    use crate::config::tests::disk;
+    use crate::counters::{LogLimit, QueueCounters};
+
+    fn session() -> Session {
+        Session::new(Arc::new(Shared {
+            disk: disk(1 << 20, |config| config.num_queues = 2),
+            counters: vec![QueueCounters::default(), QueueCounters::default()],
+            log_limit: LogLimit::new(),
+        }))
+    }
+
+    /// Counts the log lines that name the flag.
+    struct Hints(Arc<AtomicUsize>);
+
+    struct IsHint(bool);
+
+    impl Visit for IsHint {
+        fn record_debug(&mut self, _: &Field, value: &dyn std::fmt::Debug) {
+            self.0 |= format!("{value:?}").contains("memory-backend-memfd");
+        }
+    }
+
+    impl tracing::Subscriber for Hints {
+        fn enabled(&self, _: &tracing::Metadata<'_>) -> bool {
+            true
+        }
+        fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
+            span::Id::from_u64(1)
+        }
+        fn record(&self, _: &span::Id, _: &span::Record<'_>) {}
+        fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
+        fn event(&self, event: &tracing::Event<'_>) {
+            let mut hint = IsHint(false);
+            event.record(&mut hint);
+            self.0.fetch_add(usize::from(hint.0), Ordering::Relaxed);
+        }
+        fn enter(&self, _: &span::Id) {}
+        fn exit(&self, _: &span::Id) {}
+    }
+
+    fn hints(story: impl FnOnce(&mut Session)) -> usize {
+        let count = Arc::<AtomicUsize>::default();
+        tracing::subscriber::with_default(Hints(count.clone()), || {
+            let mut session = session();
+            story(&mut session);
+            session.hint_at_missing_memory();
+        });
+        count.load(Ordering::Relaxed)
+    }
+
+    fn memory() -> (VhostUserMemoryRegion, File) {
+        let fd = rustix::fs::memfd_create("guest", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&fd, 0x1_0000).unwrap();
+        (VhostUserMemoryRegion::new(0, 0x1_0000, 0x7000_0000, 0), File::from(fd))
+    }
+
+    #[test]
+    fn a_vm_that_does_not_share_its_memory_is_told_the_flag_once() {
+        let no_flags = VhostUserVringAddrFlags::empty;
+        let told_nothing = hints(|_| {});
+        assert_eq!(told_nothing, 0, "a mere look at the device is no fault");
+        let gave_up = hints(|session| session.set_features(1 << 32).unwrap());
+        assert_eq!(gave_up, 1);
+        let went_on = hints(|session| {
+            session.set_features(1 << 32).unwrap();
+            session
+                .set_vring_addr(0, no_flags(), 0x1000, 0x3000, 0x2000, 0)
+                .unwrap();
+            session
+                .set_vring_addr(1, no_flags(), 0x1000, 0x3000, 0x2000, 0)
+                .unwrap();
+        });
+        assert_eq!(went_on, 1);
+        let outside = hints(|session| {
+            let (region, file) = memory();
+            session.set_features(1 << 32).unwrap();
+            session.set_mem_table(&[region], vec![file], None).unwrap();
+            assert!(
+                session
+                    .set_vring_addr(0, no_flags(), 0x1000, 0x3000, 0x2000, 0)
+                    .is_err()
+            );
+        });
+        assert_eq!(outside, 1);
+        let all_well = hints(|session| {
+            let (region, file) = memory();
+            session.set_features(1 << 32).unwrap();
+            session.set_mem_table(&[region], vec![file], None).unwrap();
+            session
+                .set_vring_addr(0, no_flags(), 0x7000_1000, 0x7000_3000, 0x7000_2000, 0)
+                .unwrap();
+        });
+        assert_eq!(all_well, 0);
+    }
+
+    #[test]
+    fn the_offered_protocol_bits_are_these() {
+        assert_eq!(PROTOCOL_FEATURES.bits(), 0xa209);
+        assert!(session().set_protocol_features(0xa209).is_ok());
+        assert!(
+            session().set_protocol_features(0xa209 | 1 << 12).is_err(),
+            "no in-flight region yet"
+        );
+    }
+
+    #[test]
+    fn a_ring_that_is_not_all_there_does_not_start() {
+        let mut session = session();
+        let (region, file) = memory();
+        session.set_features(1 << 32).unwrap();
+        session.set_mem_table(&[region], vec![file], None).unwrap();
+        session.set_vring_num(0, 16).unwrap();
+        session
+            .set_vring_addr(
+                0,
+                VhostUserVringAddrFlags::empty(),
+                0x7000_1000,
+                0x7000_3000,
+                0x7000_2000,
+                0,
+            )
+            .unwrap();
+        session.set_vring_base(0, 0).unwrap();
+        assert_eq!(session.queues_running(), 0);
+        session.set_vring_kick(0, None).unwrap();
+        assert_eq!(session.queues_running(), 1);
+        let base = session.get_vring_base(0).unwrap();
+        assert_eq!({ base.num }, 0);
+        assert_eq!(session.queues_running(), 0);
+        session.set_vring_kick(0, None).unwrap();
+        assert_eq!(session.queues_running(), 1, "a kick descriptor starts a stopped ring");
+    }
+
+    #[test]
+    fn a_ring_whose_end_is_outside_memory_is_refused() {
+        let mut session = session();
+        let (region, file) = memory();
+        session.set_features(1 << 32).unwrap();
+        session.set_mem_table(&[region], vec![file], None).unwrap();
+        session.set_vring_num(0, 1024).unwrap();
+        session
+            .set_vring_addr(
+                0,
+                VhostUserVringAddrFlags::empty(),
+                0x7000_0000,
+                0x7000_f000,
+                0x7000_5000,
+                0,
+            )
+            .unwrap();
+        session.set_vring_base(0, 0).unwrap();
+        assert!(session.set_vring_kick(0, None).is_err());
+        assert_eq!(session.queues_running(), 0);
+    }
+}

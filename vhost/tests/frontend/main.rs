@@ -159,6 +159,50 @@ fn reconnecting_keeps_content() {
     assert_eq!(rig.device().status().failed_connections, 0);
 }
 
+fn open_descriptors() -> usize {
+    std::fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+/// Alone in a process of its own: other tests open descriptors too.
+#[test]
+fn a_thousand_connections_leak_nothing() {
+    const CHILD: &str = "ZRAM_VHOST_TEST_CHILD";
+    if std::env::var_os(CHILD).is_none() {
+        let test = std::env::current_exe().unwrap();
+        let name = "a_thousand_connections_leak_nothing";
+        let child = std::process::Command::new(test)
+            .args(["--exact", name])
+            .env(CHILD, "1")
+            .output()
+            .unwrap();
+        assert!(child.status.success(), "{}", String::from_utf8_lossy(&child.stdout));
+        return;
+    }
+    let rig = rig();
+    let mut after_first = None;
+    for round in 0..1000u64 {
+        let mut client = rig.client();
+        let mut queues = [client.start_queue(0), client.start_queue(1)];
+        if round % 100 == 0 {
+            queues[1].write(0, &page(round));
+        }
+        // Some leave in the middle of a message, some with descriptors that nobody asked for.
+        match round % 4 {
+            0 => client.raw.write_all(&[1, 0, 0]).unwrap(),
+            1 => send_with_fd(&client.raw, &[2, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0], &client.file),
+            _ => {}
+        }
+        drop((client, queues));
+        wait_until("the frontend is gone", || rig.device().status().frontend.is_none());
+        let open = (open_descriptors(), threads());
+        assert_eq!(*after_first.get_or_insert(open), open, "round {round}");
+    }
+}
+
+fn threads() -> usize {
+    std::fs::read_dir("/proc/self/task").unwrap().count()
+}
+
 #[test]
 fn a_second_frontend_is_refused_and_the_first_served() {
     let rig = rig();
