@@ -36,6 +36,9 @@ const MESSAGE_TIME_MAX: Duration = Duration::from_secs(10);
 /// Messages handled between two looks at listener and stop event.
 const MESSAGES_PER_TURN: usize = 64;
 
+/// Connections accepted between two looks at connection and stop event.
+const ACCEPTS_PER_TURN: usize = 64;
+
 /// How long the listener rests after accept has failed for want of descriptors or memory.
 const ACCEPT_REST: Duration = Duration::from_millis(100);
 
@@ -212,7 +215,7 @@ impl Control {
             // The connection first: who waits at the listener may be the same frontend, which has just gone.
             self.serve_connection();
             if listener_is_ready {
-                self.accept_all()?;
+                self.accept_some()?;
             }
             self.wake_listener()?;
         }
@@ -235,8 +238,9 @@ impl Control {
         i32::try_from(left.as_millis()).unwrap_or(i32::MAX).saturating_add(1)
     }
 
-    fn accept_all(&mut self) -> io::Result<()> {
-        while let Some(listener) = &mut self.listener {
+    fn accept_some(&mut self) -> io::Result<()> {
+        for _ in 0..ACCEPTS_PER_TURN {
+            let Some(listener) = &mut self.listener else { break };
             match listener.socket.accept() {
                 Ok((stream, _)) => self.admit(stream),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
@@ -495,7 +499,7 @@ impl Connection {
 /// The protocol's largest message body, as the `vhost` crate bounds it.
 const MAX_BODY_BYTES: u64 = 0x1000;
 
-/// The process at the other end.
+/// The process at the other end; its id is 0 if it lives in another pid namespace.
 fn peer(stream: &UnixStream) -> Option<Frontend> {
     let pid = rustix::net::sockopt::socket_peercred(stream)
         .ok()?

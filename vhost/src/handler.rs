@@ -39,7 +39,9 @@ pub(crate) struct Session {
     vrings: Vec<Vring>,
     memory: GuestTable,
     acked_features: u64,
-    features_are_set: bool,
+    /// The frontend has given a call descriptor: it means to run queues, not only to look at the device.
+    means_to_run: bool,
+    memory_was_shared: bool,
     memory_hint_given: bool,
 }
 
@@ -53,7 +55,8 @@ impl Session {
             vrings,
             memory: GuestTable::empty(),
             acked_features: 0,
-            features_are_set: false,
+            means_to_run: false,
+            memory_was_shared: false,
             memory_hint_given: false,
         }
     }
@@ -62,9 +65,9 @@ impl Session {
         self.vrings.iter().filter(|vring| vring.is_running()).count()
     }
 
-    /// To be called when the frontend is gone: one that negotiated and then could not share its memory left without a word.
+    /// To be called when the frontend is gone: QEMU, having found no memory that it can share, leaves without a word.
     pub fn hint_at_missing_memory(&mut self) {
-        if self.features_are_set && self.memory.is_empty() {
+        if self.means_to_run && !self.memory_was_shared {
             self.hint_at_unshared_memory();
         }
     }
@@ -108,7 +111,10 @@ impl Session {
     ) -> Result<()> {
         self.stop_all();
         match change(&self.memory) {
-            Ok(memory) => self.memory = memory,
+            Ok(memory) => {
+                self.memory = memory;
+                self.memory_was_shared = true;
+            }
             Err(error) => {
                 self.warn(&error);
                 return Err(Error::InvalidParam);
@@ -195,7 +201,6 @@ impl VhostUserBackendReqHandlerMut for Session {
             self.stop_all();
         }
         self.acked_features = features;
-        self.features_are_set = true;
         if !has(features, PROTOCOL_FEATURES_BIT) {
             // Without the bit there is no message to enable a ring, so rings come enabled.
             self.vrings.iter_mut().for_each(|vring| vring.set_enabled(true));
@@ -258,6 +263,7 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Result<()> {
+        self.means_to_run = true;
         self.with_vring(u32::from(index), |vring| vring.set_call(fd))
     }
 
@@ -420,9 +426,12 @@ mod tests {
     #[test]
     fn a_vm_that_does_not_share_its_memory_is_told_the_flag_once() {
         let no_flags = VhostUserVringAddrFlags::empty;
-        let told_nothing = hints(|_| {});
+        let told_nothing = hints(|session| session.set_features(1 << 32).unwrap());
         assert_eq!(told_nothing, 0, "a mere look at the device is no fault");
-        let gave_up = hints(|session| session.set_features(1 << 32).unwrap());
+        let gave_up = hints(|session| {
+            session.set_features(1 << 32).unwrap();
+            session.set_vring_call(0, None).unwrap();
+        });
         assert_eq!(gave_up, 1);
         let went_on = hints(|session| {
             session.set_features(1 << 32).unwrap();

@@ -585,6 +585,26 @@ pub(crate) mod tests {
     }
 
     #[test]
+    fn direct_and_indirect_descriptors_are_counted_together() {
+        let pop_with = |entries: u16| {
+            pop_one(|mem, mock| {
+                for index in 0..10 {
+                    set(mock, index, 0x1000, 16, NEXT, index + 1);
+                }
+                let list: Vec<_> = (1..=entries)
+                    .map(|next| (0x2000, 1, if next < entries { NEXT } else { 0 }, next))
+                    .collect();
+                table(mem, &list);
+                set(mock, 10, TABLE, 16 * u32::from(entries), INDIRECT, 0);
+            })
+            .0
+        };
+        // Ten direct ones, the one that refers to the table, and the table's.
+        assert_eq!(pop_with(SEG_MAX as u16 + 2 - 11), Pop::Chain(0));
+        assert_eq!(pop_with(SEG_MAX as u16 + 2 - 10), Pop::BadChain(0));
+    }
+
+    #[test]
     fn an_indirect_table_not_negotiated_is_bad() {
         let mem = guest(0x10000);
         let mock = MockSplitQueue::new(&mem, SIZE);

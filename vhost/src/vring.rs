@@ -4,7 +4,8 @@
 //! none) and the enabling. GET_VRING_BASE and disabling stop it. The frontend may not change size, base or addresses of a
 //! running ring, and may change everything else (vhost-user.rst, "Ring states").
 //!
-//! Where the ring is: exactly one of `home` and `worker` holds it.
+//! Where the ring is: here or with its worker, never in both places, and lost only with a worker that could not be started
+//! or died; then a broken ring stands in for it until the frontend starts anew.
 
 use std::fs::File;
 use std::io;
@@ -68,8 +69,6 @@ pub(crate) enum VringError {
 enum Place {
     Home(Ring),
     Worker(RunningWorker),
-    /// Only while the ring moves.
-    Moving,
 }
 
 pub(crate) struct Vring {
@@ -171,7 +170,7 @@ impl Vring {
 
     /// Brings the ring home: when this returns, nothing touches ring or guest memory for this queue any more.
     pub fn stop(&mut self) {
-        self.place = match std::mem::replace(&mut self.place, Place::Moving) {
+        self.place = match self.take_place() {
             Place::Worker(worker) => Place::Home(worker.join().unwrap_or_else(|| lost_ring(&self.shared))),
             home => home,
         };
@@ -209,38 +208,28 @@ impl Vring {
         if !used_index_is_known {
             ring.adopt_used_index(table.mem());
         }
+        let broken = ring.broken();
         self.used_index_is_known = true;
-        match std::mem::replace(&mut self.place, Place::Moving) {
-            Place::Home(ring) => self.start(ring, table, kick),
-            other => {
-                self.place = other;
-                Ok(())
-            }
-        }
-    }
-
-    fn start(&mut self, ring: Ring, table: &GuestTable, kick: Kick) -> Result<(), VringError> {
-        if let Some(reason) = ring.broken() {
+        if let Some(reason) = broken {
             // Not worth a thread: it waits here for the frontend to stop and start it.
             self.report_broken(reason);
-            self.place = Place::Home(ring);
             return Ok(());
         }
-        let (index, mem) = (self.index, table.mem().clone());
-        let parts = Parts {
-            index,
-            ring,
-            mem,
-            kick,
-            signals: self.signals.clone(),
-            shared: self.shared.clone(),
-        };
-        match worker::start(parts) {
-            Ok(worker) => self.place = Place::Worker(worker),
-            Err((ring, error)) => {
-                self.place = Place::Home(ring);
-                return Err(VringError::Start(error));
-            }
+        self.start(table, kick)
+    }
+
+    fn start(&mut self, table: &GuestTable, kick: Kick) -> Result<(), VringError> {
+        if let Place::Home(ring) = self.take_place() {
+            let (index, mem) = (self.index, table.mem().clone());
+            let parts = Parts {
+                index,
+                ring,
+                mem,
+                kick,
+                signals: self.signals.clone(),
+                shared: self.shared.clone(),
+            };
+            self.place = Place::Worker(worker::start(parts).map_err(VringError::Start)?);
         }
         Ok(())
     }
@@ -260,8 +249,12 @@ impl Vring {
     fn home(&mut self) -> Result<&mut Ring, VringError> {
         match &mut self.place {
             Place::Home(ring) => Ok(ring),
-            Place::Worker(_) | Place::Moving => Err(VringError::Running),
+            Place::Worker(_) => Err(VringError::Running),
         }
+    }
+
+    fn take_place(&mut self) -> Place {
+        std::mem::replace(&mut self.place, Place::Home(lost_ring(&self.shared)))
     }
 }
 

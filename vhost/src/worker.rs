@@ -145,48 +145,28 @@ pub(crate) struct Parts {
     pub shared: Arc<Shared>,
 }
 
-/// Starts a worker on its own thread. Fails without having taken anything: the parts come back.
-pub(crate) fn start(parts: Parts) -> Result<RunningWorker, (Ring, io::Error)> {
-    // Built here rather than on the thread, so that what cannot be had is the control thread's error.
-    let made = (|| {
-        let core = parts.shared.disk.zram.worker().map_err(io::Error::other)?;
-        let stop = Arc::new(Stop {
-            flag: AtomicBool::new(false),
-            event: EventFd::new(EFD_NONBLOCK)?,
-        });
-        let poller = Poller::new()?;
-        poller.add(&stop.event, Events::EPOLLIN, STOP)?;
-        if let Kick::File(file) = &parts.kick {
-            // Edge-triggered: a descriptor that stays readable whatever is done to it must not keep a core busy.
-            poller.add(&**file, Events::EPOLLIN | Events::EPOLLET, KICK)?;
-        }
-        Ok((core, stop, poller))
-    })();
-    let (core, stop, poller) = match made {
-        Ok(made) => made,
-        Err(error) => return Err((parts.ring, error)),
-    };
+/// Starts a worker on its own thread. A failure costs the ring: the connection ends with it.
+pub(crate) fn start(parts: Parts) -> io::Result<RunningWorker> {
+    // Made here rather than on the thread, so that what cannot be had is the control thread's error.
+    let core = parts.shared.disk.zram.worker().map_err(io::Error::other)?;
+    let stop = Arc::new(Stop {
+        flag: AtomicBool::new(false),
+        event: EventFd::new(EFD_NONBLOCK)?,
+    });
+    let poller = Poller::new()?;
+    poller.add(&stop.event, Events::EPOLLIN, STOP)?;
+    if let Kick::File(file) = &parts.kick {
+        // Edge-triggered: a descriptor that stays readable whatever is done to it must not keep a core busy.
+        poller.add(&**file, Events::EPOLLIN | Events::EPOLLET, KICK)?;
+    }
     let name = thread_name(parts.shared.disk.name(), Some(parts.index));
-    let queue = QueueWorker::new(parts, core);
     let worker = Worker {
-        queue,
+        queue: QueueWorker::new(parts, core),
         stop: stop.clone(),
         poller,
     };
-    // The ring must outlive a thread that could not be had, so it waits outside of the closure.
-    let handed_over = Arc::new(Mutex::new(Some(worker)));
-    let taken = handed_over.clone();
-    let run = move || {
-        let worker = taken.lock().unwrap_or_else(PoisonError::into_inner).take();
-        worker.expect("taken once").run()
-    };
-    match thread::Builder::new().name(name).spawn(run) {
-        Ok(thread) => Ok(RunningWorker { stop, thread }),
-        Err(error) => {
-            let worker = handed_over.lock().unwrap_or_else(PoisonError::into_inner).take();
-            Err((worker.expect("no thread has taken it").queue.ring, error))
-        }
-    }
+    let thread = thread::Builder::new().name(name).spawn(move || worker.run())?;
+    Ok(RunningWorker { stop, thread })
 }
 
 /// "zram-NAME" or "zram-NAME-qN", cut in the name to the 15 bytes that the kernel keeps.

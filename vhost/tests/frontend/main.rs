@@ -67,6 +67,21 @@ fn what_is_written_is_read_on_every_queue() {
 }
 
 #[test]
+fn threads_are_named_for_disk_and_queue() {
+    let rig = Rig::new(MIB, |config| config.name = "named".to_string());
+    let mut client = rig.client();
+    let _queue = client.start_queue(3);
+    // A thread takes its name as the first thing it does.
+    let named = |name: &str| {
+        let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+        let names = tasks.filter_map(|task| std::fs::read_to_string(task.unwrap().path().join("comm")).ok());
+        names.into_iter().any(|found| found.trim_end() == name)
+    };
+    wait_until("the control thread", || named("zram-named"));
+    wait_until("the worker", || named("zram-named-q3"));
+}
+
+#[test]
 fn requests_are_answered_as_the_table_says() {
     let rig = rig();
     let mut client = rig.client();
@@ -587,6 +602,38 @@ fn a_frontend_that_reads_no_answers_holds_up_nobody() {
     let begin = Instant::now();
     drop(rig);
     assert!(begin.elapsed() < Duration::from_secs(1));
+}
+
+#[test]
+fn answers_follow_once_they_are_read() {
+    let rig = rig();
+    let client = rig.client();
+    let get_features = [1u32, 1, 0].map(u32::to_ne_bytes).concat();
+    const REQUESTS: usize = 20_000;
+    let mut writer = client.raw.try_clone().unwrap();
+    let sender = std::thread::spawn(move || (0..REQUESTS).for_each(|_| writer.write_all(&get_features).unwrap()));
+    std::thread::sleep(Duration::from_millis(50)); // so that the answers' buffer is full
+    let mut answer = [0; 20];
+    for _ in 0..REQUESTS {
+        (&client.raw).read_exact(&mut answer).unwrap();
+        assert_eq!(answer[12..], 0x9_7000_7444u64.to_ne_bytes());
+    }
+    sender.join().unwrap();
+}
+
+#[test]
+fn a_message_in_pieces_is_one_message() {
+    let rig = rig();
+    let client = rig.client();
+    const GET_CONFIG: u32 = 24;
+    let mut message = [GET_CONFIG, 1, 12 + 60, 0, 60, 0].map(u32::to_ne_bytes).concat();
+    message.extend([0; 60]);
+    for byte in message {
+        (&client.raw).write_all(&[byte]).unwrap();
+    }
+    let mut answer = [0; 12 + 12 + 60];
+    (&client.raw).read_exact(&mut answer).unwrap();
+    assert_eq!(answer[24..32], (64 * MIB / 512).to_le_bytes());
 }
 
 #[test]
