@@ -81,7 +81,7 @@ pub(crate) struct Vring {
     base_is_set: bool,
     kick: Option<Kick>,
     enabled: bool,
-    /// The used index has been read since the frontend last stopped the ring or set its base.
+    /// The used index has been read since the frontend last set the ring's base.
     used_index_is_known: bool,
 }
 
@@ -181,7 +181,6 @@ impl Vring {
         self.stop();
         self.kick = None;
         self.signals.set_call(None);
-        self.used_index_is_known = false;
         let ring = self.home()?;
         ring.mend();
         Ok(ring.base())

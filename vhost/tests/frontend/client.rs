@@ -361,6 +361,21 @@ impl Queue {
         self.kick.write(1).unwrap();
     }
 
+    /// Kicks for the last `count` heads as a thrifty driver does: only if the device has asked for it.
+    pub fn kick_if_wanted(&self, count: u16) {
+        fence(Ordering::SeqCst);
+        let load = |addr: u64| u16::from_le(self.mem.load(GuestAddress(addr), Ordering::SeqCst).unwrap());
+        let wanted = if self.event_idx {
+            let avail_event = load(self.used_addr() + 4 + 8 * u64::from(RING_SIZE));
+            self.avail.wrapping_sub(avail_event).wrapping_sub(1) < count
+        } else {
+            load(self.used_addr()) & 1 == 0
+        };
+        if wanted {
+            self.kick();
+        }
+    }
+
     pub fn used_index(&self) -> u16 {
         u16::from_le(
             self.mem
@@ -407,7 +422,7 @@ impl Queue {
     pub fn request(&mut self, kind: u32, sector: u64, data: &[u8], data_len: u32) -> (u8, u32) {
         let slot = self.lay_out(0, kind, sector, data, data_len);
         self.publish(slot.head);
-        self.kick();
+        self.kick_if_wanted(1);
         let (head, len) = self.next_used();
         assert_eq!(head, slot.head);
         (self.status(&slot), len)

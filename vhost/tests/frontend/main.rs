@@ -324,12 +324,13 @@ fn flood(queue: &mut Queue, depth: u16, until: impl Fn() -> bool) -> u64 {
     let mut writes = 0;
     let mut idle: Vec<u16> = (0..depth).collect();
     while !until() {
+        let count = idle.len() as u16;
         while let Some(number) = idle.pop() {
             let slot = queue.lay_out(number, OUT, 8 * u64::from(number), &page(u64::from(number)), 4096);
             queue.publish(slot.head);
             writes += 1;
         }
-        queue.kick();
+        queue.kick_if_wanted(count);
         while queue.completed() > 0 {
             let (head, len) = queue.next_used();
             assert_eq!(len, 1);
@@ -563,6 +564,39 @@ fn a_file_as_kick_is_refused() {
 fn send_with_fd(stream: &UnixStream, bytes: &[u8], fd: &impl std::os::fd::AsRawFd) {
     use vmm_sys_util::sock_ctrl_msg::ScmSocket;
     stream.send_with_fd(bytes, fd.as_raw_fd()).unwrap();
+}
+
+#[test]
+fn no_kick_is_missed() {
+    let rig = rig();
+    let mut client = rig.client();
+    for features in [0, EVENT_IDX] {
+        client.set_features(VERSION_1 | PROTOCOL | features);
+        let mut queue = client.start_queue(0);
+        for round in 0..20_000u64 {
+            // Now and then time enough for the worker to be just about to sleep.
+            (0..round % 512).for_each(|_| std::hint::spin_loop());
+            assert_eq!(queue.request(GET_ID, 0, &[], 20), (OK, 21));
+        }
+        client.frontend.set_vring_enable(0, false).unwrap();
+        client.frontend.get_vring_base(0).unwrap();
+    }
+}
+
+#[test]
+fn a_full_blocking_pipe_as_call_holds_up_nobody() {
+    let rig = rig();
+    let mut client = rig.client();
+    let mut queue = client.start_queue(0);
+    let (_reader, mut writer) = std::io::pipe().unwrap();
+    writer.write_all(&[0; 65536]).unwrap(); // a pipe's whole room
+    let call = [13u32, 1, 8, 0, 0].map(u32::to_ne_bytes).concat();
+    send_with_fd(&client.raw, &call, &writer);
+    client.frontend.get_queue_num().unwrap();
+    for _ in 0..10 {
+        queue.write(0, &page(1));
+    }
+    assert!(rig.device().status().requests.calls_lost > 0);
 }
 
 #[test]
