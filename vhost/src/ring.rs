@@ -108,8 +108,8 @@ pub(crate) enum BrokenRing {
     Base,
     #[error("too many malformed chains")]
     TooManyBadChains,
-    #[error("a panic in its worker")]
-    Panic,
+    #[error("a defect of ours in its worker")]
+    Defect,
 }
 
 /// Where a ring's three areas lie.

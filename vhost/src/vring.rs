@@ -270,7 +270,7 @@ fn new_ring(shared: &Shared) -> Ring {
 /// In place of a ring that died with its thread.
 fn lost_ring(shared: &Shared) -> Ring {
     let mut ring = new_ring(shared);
-    ring.break_for(BrokenRing::Panic);
+    ring.break_for(BrokenRing::Defect);
     ring
 }
 

@@ -189,22 +189,20 @@ struct Worker {
 impl Worker {
     fn run(mut self) -> Ring {
         while !self.stop.flag.load(Ordering::Acquire) {
-            self.queue.guarded_turn(&self.stop.flag);
+            self.queue.guarded(|queue| queue.turn(&self.stop.flag));
+            self.queue.guarded(|queue| queue.upkeep_if_due(&self.stop.flag));
             if let Err(error) = self.sleep() {
                 // Without a wait there is no worker; nothing the guest does leads here.
                 tracing::error!(disk = self.queue.shared.disk.name(), %error, "waiting for kicks");
-                self.queue.break_ring(BrokenRing::Panic);
+                self.queue.break_ring(BrokenRing::Defect);
                 break;
             }
         }
         self.queue.into_ring()
     }
 
-    /// Waits for a kick or the stop event, and gives memory back while it waits.
+    /// Waits for a kick, the stop event or the time for upkeep.
     fn sleep(&mut self) -> io::Result<()> {
-        if self.queue.upkeep_is_due() {
-            self.queue.upkeep(&self.stop.flag);
-        }
         let timeout_ms = self.queue.sleep_ms();
         for token in self.poller.wait(timeout_ms)? {
             if token == KICK {
@@ -256,12 +254,12 @@ impl QueueWorker {
         }
     }
 
-    /// A turn whose panic, a defect of ours, breaks this queue and nothing else.
-    fn guarded_turn(&mut self, stop: &AtomicBool) {
-        // Whatever the panic left half-done is not used again: a broken ring is not served, and this worker ends at stop.
-        if catch_unwind(AssertUnwindSafe(|| self.turn(stop))).is_err() {
+    /// Does some work whose panic, a defect of ours, breaks this queue and nothing else.
+    fn guarded(&mut self, work: impl FnOnce(&mut QueueWorker)) {
+        // Whatever the panic left half-done is not used again: this worker does no more until it is stopped.
+        if catch_unwind(AssertUnwindSafe(|| work(self))).is_err() {
             self.counters().panics.count();
-            self.break_ring(BrokenRing::Panic);
+            self.break_ring(BrokenRing::Defect);
         }
     }
 
@@ -421,24 +419,23 @@ impl QueueWorker {
 
     /// How long to sleep if nothing happens.
     fn sleep_ms(&self) -> i32 {
-        if self.ring.broken().is_some() {
-            -1
-        } else if matches!(self.kick, Kick::Polled) {
-            POLL_MS
-        } else if self.store.core.has_upkeep() {
-            UPKEEP_PERIOD.as_millis() as i32
-        } else {
-            -1
+        match self.ring.broken() {
+            None if matches!(self.kick, Kick::Polled) => POLL_MS,
+            Some(BrokenRing::Defect) => -1,
+            _ if self.store.core.has_upkeep() => UPKEEP_PERIOD.as_millis() as i32,
+            _ => -1,
         }
     }
 
-    fn upkeep_is_due(&self) -> bool {
-        self.ring.broken().is_none() && self.store.core.has_upkeep() && self.last_upkeep.elapsed() >= UPKEEP_PERIOD
-    }
-
-    /// Gives memory back, in short steps as long as nobody wants anything.
-    fn upkeep(&mut self, stop: &AtomicBool) {
-        while !stop.load(Ordering::Relaxed) && self.ring.is_empty(&self.mem) && self.store.core.upkeep() {}
+    /// Gives memory back, in short steps as long as nobody wants anything. A broken ring's worker has all the time.
+    fn upkeep_if_due(&mut self, stop: &AtomicBool) {
+        let broken = self.ring.broken();
+        let idle = broken != Some(BrokenRing::Defect) && self.last_upkeep.elapsed() >= UPKEEP_PERIOD;
+        if !idle || !self.store.core.has_upkeep() {
+            return;
+        }
+        let nobody_waits = |ring: &Ring, mem| broken.is_some() || ring.is_empty(mem);
+        while !stop.load(Ordering::Relaxed) && nobody_waits(&self.ring, &self.mem) && self.store.core.upkeep() {}
         self.last_upkeep = Instant::now();
     }
 
@@ -549,7 +546,7 @@ pub(crate) mod tests {
         }
 
         fn turn(&mut self) {
-            self.queue.guarded_turn(&self.stop);
+            self.queue.guarded(|queue| queue.turn(&self.stop));
         }
 
         fn used_and_status(&self) -> (u16, u8) {
@@ -583,7 +580,7 @@ pub(crate) mod tests {
         bench.turn();
         assert_eq!(bench.counts().panics, 1, "a broken ring is left alone");
         let mut ring = bench.queue.into_ring();
-        assert_eq!(ring.broken(), Some(BrokenRing::Panic));
+        assert_eq!(ring.broken(), Some(BrokenRing::Defect));
         ring.mend();
         assert_eq!(ring.broken(), None);
     }
@@ -663,6 +660,28 @@ pub(crate) mod tests {
         bench.put(8, &[0; 20], true);
         bench.turn();
         assert_eq!((bench.used_and_status(), bench.counts().calls_lost), ((2, 0), 2));
+    }
+
+    #[test]
+    fn a_broken_ring_goes_on_giving_memory_back() {
+        let mut bench = Bench::new(|_| {});
+        bench.put(1, &[0x5a; 0x3000], false);
+        bench.turn();
+        bench.mem.write_obj(1000u16, GuestAddress(AVAIL + 2)).unwrap();
+        bench.turn();
+        assert_eq!(bench.queue.ring.broken(), Some(BrokenRing::AvailIndex));
+        let steady = if bench.queue.store.core.has_upkeep() {
+            UPKEEP_PERIOD.as_millis() as i32
+        } else {
+            -1
+        };
+        assert_eq!(bench.queue.sleep_ms(), steady);
+        let end = Instant::now() + Duration::from_secs(10);
+        while bench.queue.store.core.has_upkeep() {
+            assert!(Instant::now() < end, "upkeep makes no headway");
+            bench.queue.upkeep_if_due(&bench.stop);
+        }
+        assert_eq!(bench.queue.sleep_ms(), -1);
     }
 
     #[test]
