@@ -39,8 +39,8 @@ pub(crate) struct Session {
     vrings: Vec<Vring>,
     memory: GuestTable,
     acked_features: u64,
-    /// The frontend has given a call descriptor: it means to run queues, not only to look at the device.
-    means_to_run: bool,
+    features_are_set: bool,
+    calls_are_set: bool,
     memory_was_shared: bool,
     memory_hint_given: bool,
 }
@@ -55,7 +55,8 @@ impl Session {
             vrings,
             memory: GuestTable::empty(),
             acked_features: 0,
-            means_to_run: false,
+            features_are_set: false,
+            calls_are_set: false,
             memory_was_shared: false,
             memory_hint_given: false,
         }
@@ -65,9 +66,10 @@ impl Session {
         self.vrings.iter().filter(|vring| vring.is_running()).count()
     }
 
-    /// To be called when the frontend is gone: QEMU, having found no memory that it can share, leaves without a word.
+    /// To be called when the frontend is gone: older QEMU, having found no memory that it can share, leaves without a word.
+    /// Features alone are set by clients that only look, call descriptors alone by QEMU for a disk that no driver uses.
     pub fn hint_at_missing_memory(&mut self) {
-        if self.means_to_run && !self.memory_was_shared {
+        if self.features_are_set && self.calls_are_set && !self.memory_was_shared {
             self.hint_at_unshared_memory();
         }
     }
@@ -201,6 +203,7 @@ impl VhostUserBackendReqHandlerMut for Session {
             self.stop_all();
         }
         self.acked_features = features;
+        self.features_are_set = true;
         if !has(features, PROTOCOL_FEATURES_BIT) {
             // Without the bit there is no message to enable a ring, so rings come enabled.
             self.vrings.iter_mut().for_each(|vring| vring.set_enabled(true));
@@ -263,7 +266,7 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Result<()> {
-        self.means_to_run = true;
+        self.calls_are_set = true;
         self.with_vring(u32::from(index), |vring| vring.set_call(fd))
     }
 
@@ -428,6 +431,8 @@ mod tests {
         let no_flags = VhostUserVringAddrFlags::empty;
         let told_nothing = hints(|session| session.set_features(1 << 32).unwrap());
         assert_eq!(told_nothing, 0, "a mere look at the device is no fault");
+        let unused = hints(|session| session.set_vring_call(0, None).unwrap());
+        assert_eq!(unused, 0, "nor is a disk without a driver");
         let gave_up = hints(|session| {
             session.set_features(1 << 32).unwrap();
             session.set_vring_call(0, None).unwrap();

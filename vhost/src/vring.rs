@@ -186,10 +186,14 @@ impl Vring {
         Ok(ring.base())
     }
 
-    /// Forgets all that the frontend has said.
+    /// Forgets what the frontend has said, except to which descriptor to report a broken ring: QEMU names that once, and
+    /// resets the device whenever the guest does.
     pub fn reset(&mut self) {
         self.stop();
+        let signals = self.signals.clone();
+        signals.set_call(None);
         *self = Vring::new(self.index, self.shared.clone());
+        self.signals = signals;
     }
 
     /// Starts the ring if all that it needs has come.
