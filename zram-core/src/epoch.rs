@@ -65,9 +65,10 @@ impl Epochs {
     pub(crate) fn pin(&self, participant: ParticipantId) -> Guard<'_> {
         let pin = &self.pins[participant].0;
         debug_assert!(pin.load(Ordering::Relaxed) == NOT_PINNED, "pinned twice");
-        // Relaxed: an old clock only shows an older pin, which frees less. The fence orders both this load and the store
-        // before the loads of slots that follow (rule 3), and pairs with the one in `horizon`.
-        pin.store(self.clock.0.load(Ordering::Relaxed), Ordering::Relaxed);
+        // The load is relaxed: an old clock only shows an older pin, which frees less. The store releases what was read
+        // under the pin before this one, for a reclaimer that sees only the new pin. The fence orders both before the
+        // loads of slots that follow (rule 3), and pairs with the one in `horizon`.
+        pin.store(self.clock.0.load(Ordering::Relaxed), Ordering::Release);
         fence(Ordering::SeqCst);
         Guard { pin }
     }
@@ -81,7 +82,8 @@ impl Epochs {
     /// Batches sealed below this are free.
     fn horizon(&self) -> u64 {
         fence(Ordering::SeqCst); // pairs with the one in `pin`, rule 3
-        // Acquire pairs with the release of a guard's drop: its reads are over before we reuse what it read.
+        // Acquire pairs with the release of a guard's drop, and of a later pin: the reads of that guard are over before we
+        // reuse what it read.
         let shown = self.pins.iter().map(|pin| pin.0.load(Ordering::Acquire));
         shown.filter(|&shown| shown != NOT_PINNED).min().unwrap_or(u64::MAX)
     }

@@ -19,6 +19,7 @@ mod arena;
 #[path = "arena/stack.rs"]
 mod stack;
 
+#[cfg_attr(loom, expect(dead_code, reason = "the models use only the protocol"))]
 mod epoch;
 mod sync;
 

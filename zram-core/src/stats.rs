@@ -111,6 +111,8 @@ pub(crate) struct Cells {
     pub(crate) compr_data_size: Gauge,
     pub(crate) same_pages: Gauge,
     pub(crate) huge_pages: Gauge,
+    /// What objects take in the arena, headers and rounding included.
+    pub(crate) granules: Gauge,
     pub(crate) huge_pages_since: Count,
     pub(crate) notify_free: Count,
     pub(crate) refused_writes: Count,
@@ -135,12 +137,15 @@ impl Count {
     }
 }
 
+/// All workers' shares of a gauge.
+pub(crate) fn gauge(cells: &[CachePadded<Cells>], of: fn(&Cells) -> &Gauge) -> u64 {
+    let sum: i64 = cells.iter().map(|cells| of(&cells.0).0.load(Ordering::Relaxed)).sum();
+    sum.max(0) as u64 // a page may be seen to leave before it is seen to come
+}
+
 /// Adds all workers' cells up.
 pub(crate) fn add_up(cells: &[CachePadded<Cells>], stats: &mut Stats) {
-    let gauge = |of: fn(&Cells) -> &Gauge| {
-        let sum: i64 = cells.iter().map(|cells| of(&cells.0).0.load(Ordering::Relaxed)).sum();
-        sum.max(0) as u64 // a page may be seen to leave before it is seen to come
-    };
+    let gauge = |of| gauge(cells, of);
     let count = |of: fn(&Cells) -> &Count| cells.iter().map(|cells| of(&cells.0).0.load(Ordering::Relaxed)).sum();
     stats.orig_data_size = gauge(|cells| &cells.pages_stored) * PAGE_SIZE as u64;
     stats.compr_data_size = gauge(|cells| &cells.compr_data_size);

@@ -36,8 +36,9 @@ pub const MEM_LIMIT_MIN: u64 = 4 * SEGMENT_SIZE as u64;
 
 /// Objects a worker retires before it seals, even inside a batch.
 const RETIRED_OPEN_MAX: usize = 256;
-/// How long an overwrite at the limit waits for readers to leave what it could use.
-const GRACE_WAIT_MAX: Duration = Duration::from_millis(20);
+/// How long a write at the limit waits for others to leave what it could use: an object that a reader still holds, a
+/// heap in use. Long enough for a preempted holder to run again on a busy host; an error would cost the guest more.
+const GRACE_WAIT_MAX: Duration = Duration::from_millis(100);
 /// Segments that a leaving worker gives back: 16 MiB, a few milliseconds.
 const GIVEN_BACK_ON_LEAVE: usize = 256;
 
@@ -230,6 +231,11 @@ impl Zram {
             gauges(&found),
             "gauges (orig, compr, same, huge) and the table's"
         );
+        assert_eq!(
+            stats::gauge(&self.cells, |cells| &cells.granules),
+            granules as u64,
+            "granules and the table's"
+        );
         assert!(stats.mem_limit == 0 || stats.mem_used_total <= stats.mem_limit);
         self.arena.check_consistency(granules);
     }
@@ -265,30 +271,39 @@ impl Zram {
         page: &Page,
         replaces: u64,
     ) -> Result<Slot, Full> {
-        let purpose = |granules: usize| match slot_granules(Slot::unpack(replaces)) {
-            Some((_, replaced)) if replaced >= granules => Purpose::Replace,
-            _ => Purpose::Grow,
-        };
+        let replaced = slot_granules(Slot::unpack(replaces)).map_or(0, |(_, granules)| granules);
         if let Some(value) = page.same_filled() {
             return match Slot::same_filled(value) {
                 Some(slot) => Ok(slot),
                 None => Ok(Slot::SameFilledObject(self.arena.store_value(
                     worker,
                     value,
-                    purpose(1),
+                    self.purpose(replaced, 1)?,
                 )?)),
             };
         }
         let compressed = stream.compress(page);
         let gains = object_granules(compressed.len()) < object_granules(PAGE_SIZE);
         let content = if gains { compressed } else { &page[..] };
-        let handle = self
-            .arena
-            .store(worker, index, content, purpose(object_granules(content.len())))?;
+        let purpose = self.purpose(replaced, object_granules(content.len()))?;
+        let handle = self.arena.store(worker, index, content, purpose)?;
         Ok(Slot::Stored {
             handle,
             len: content.len(),
         })
+    }
+
+    fn purpose(&self, replaced: usize, granules: usize) -> Result<Purpose, Full> {
+        if replaced >= granules {
+            Ok(Purpose::Replace)
+        } else if self
+            .arena
+            .may_grow(|| stats::gauge(&self.cells, |cells| &cells.granules))
+        {
+            Ok(Purpose::Grow)
+        } else {
+            Err(Full { transient: false })
+        }
     }
 
     /// Frees what a word points to. The caller keeps the promise of [`Arena::free`].
@@ -349,7 +364,7 @@ impl Worker {
                     self.account_and_retire(old, new);
                     return Ok(());
                 }
-                Err(Full) => self.make_room(&mut waiting_since, replaces)?,
+                Err(full) => self.make_room(&mut waiting_since, full)?,
             }
         }
     }
@@ -382,7 +397,7 @@ impl Worker {
                 }
                 // SAFETY: the new object was never in the table.
                 Ok((new, Err(_))) => unsafe { self.zram.free(self.id, new.pack()) },
-                Err(Full) => self.make_room(&mut waiting_since, found)?,
+                Err(full) => self.make_room(&mut waiting_since, full)?,
             }
         }
     }
@@ -444,6 +459,9 @@ impl Worker {
             i64::from(matches!(slot, Slot::SameFilled(_) | Slot::SameFilledObject(_)))
         });
         change(&cells.huge_pages, |slot| i64::from(is_huge(slot)));
+        change(&cells.granules, |slot| {
+            slot_granules(slot).map_or(0, |(_, granules)| granules as i64)
+        });
         change(&cells.compr_data_size, |slot| {
             if let Slot::Stored { len, .. } = slot {
                 len as i64
@@ -462,11 +480,10 @@ impl Worker {
         }
     }
 
-    /// After the arena was found full: frees what can be freed. An error when another try is of no use: a slot that
-    /// grows is tried once more, one that is overwritten for as long as readers may hold what it needs.
-    fn make_room(&mut self, waiting_since: &mut Option<Instant>, replaces: u64) -> Result<(), WriteError> {
-        let overwrites = slot_granules(Slot::unpack(replaces)).is_some();
-        let patience = if overwrites { GRACE_WAIT_MAX } else { Duration::ZERO };
+    /// After the arena was found full: frees what can be freed. An error when another try is of no use: a page that
+    /// needs more room is tried once more, one that others may soon make room for as long as `GRACE_WAIT_MAX`.
+    fn make_room(&mut self, waiting_since: &mut Option<Instant>, full: Full) -> Result<(), WriteError> {
+        let patience = if full.transient { GRACE_WAIT_MAX } else { Duration::ZERO };
         match *waiting_since {
             None => *waiting_since = Some(Instant::now()),
             Some(since) if since.elapsed() < patience => std::thread::yield_now(),

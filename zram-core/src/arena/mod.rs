@@ -59,9 +59,12 @@ pub(crate) fn object_granules(len: usize) -> usize {
     (HEADER_SIZE + len).div_ceil(GRANULE_SIZE)
 }
 
-/// Nothing fits below the limit.
-#[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Full;
+/// Nothing fits below the limit now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Full {
+    /// Another try may succeed soon: a heap was in use, or what was to be replaced will make room.
+    pub(crate) transient: bool,
+}
 
 #[derive(Debug)]
 pub(crate) struct Arena {
@@ -169,6 +172,14 @@ impl Arena {
             .give_back(|number| self.bytes.punch_hole(number as usize * SEGMENT_SIZE, SEGMENT_SIZE))
     }
 
+    /// Whether a disk whose objects take `live_granules` may grow. It may not once overwriting took a segment of the
+    /// reserve: what is free then, in holes anywhere, is what overwriting goes on with. Unless that is much, after
+    /// discards: an eighth, twice of what the ends of segments full of huge pages are.
+    pub(crate) fn may_grow(&self, live_granules: impl FnOnce() -> u64) -> bool {
+        let bound = self.segments.grow_bound();
+        self.segments.in_use() <= bound || live_granules() <= bound * SEGMENT_GRANULES as u64 / 8 * 7
+    }
+
     /// Host memory that segments hold.
     pub(crate) fn held_bytes(&self) -> u64 {
         self.segments.held_bytes()
@@ -180,28 +191,29 @@ impl Arena {
     }
 
     fn allocate(&self, own: usize, granules: usize, purpose: Purpose) -> Result<Handle, Full> {
-        let mut held_back = None;
+        let mut grown = false;
+        let mut transient = purpose == Purpose::Replace;
         for number in (own..self.heaps.len()).chain(0..own) {
             let Some(mut heap) = self.try_heap(number) else {
+                transient = true;
                 continue;
             };
             if let Some(place) = heap.allocate(granules) {
                 return Ok(handle_at(place));
             }
             // Only the first heap to be had grows; when the limit forbids it, holes in any other will do.
-            if held_back.is_none() {
-                if let Some(segment) = self.segments.take(purpose) {
-                    let local = heap.add_segment(segment);
-                    self.set_home(segment, number, local);
-                    let place = heap
-                        .allocate(granules)
-                        .expect("a fresh segment has room for any object");
-                    return Ok(handle_at(place));
-                }
-                held_back = Some(Full);
+            if !std::mem::replace(&mut grown, true)
+                && let Some(segment) = self.segments.take(purpose)
+            {
+                let local = heap.add_segment(segment);
+                self.set_home(segment, number, local);
+                let place = heap
+                    .allocate(granules)
+                    .expect("a fresh segment has room for any object");
+                return Ok(handle_at(place));
             }
         }
-        Err(held_back.unwrap_or(Full))
+        Err(Full { transient })
     }
 
     /// The heap, with its queue taken in, if nobody else uses it now. A heap whose user panicked stays locked for good.
@@ -377,7 +389,10 @@ mod tests {
             handles.push(handle);
         }
         assert_eq!(arena.held_bytes(), 4 * SEGMENT_SIZE as u64);
-        assert_eq!(arena.store(3, SlotIndex(0), &[1; 4096], Purpose::Replace), Err(Full));
+        assert_eq!(
+            arena.store(3, SlotIndex(0), &[1; 4096], Purpose::Replace),
+            Err(Full { transient: true })
+        );
         // SAFETY: published nowhere.
         unsafe { arena.free(2, handles[5], object_granules(4096)) };
         assert_eq!(arena.store(3, SlotIndex(0), &[1; 4096], Purpose::Grow), Ok(handles[5]));

@@ -84,7 +84,7 @@ impl Segments {
     /// An empty segment, now in use, within the limit.
     pub(super) fn take(&self, purpose: Purpose) -> Option<u32> {
         let bound = match purpose {
-            Purpose::Grow => self.limit - self.reserve,
+            Purpose::Grow => self.grow_bound(),
             Purpose::Replace => self.limit,
         };
         reserve(&self.in_use, bound)?;
@@ -131,6 +131,11 @@ impl Segments {
 
     pub(super) fn held_bytes_max(&self) -> u64 {
         self.held_max.load(Ordering::Relaxed) * SEGMENT_SIZE as u64
+    }
+
+    /// Segments that may be in use for a disk to grow.
+    pub(super) fn grow_bound(&self) -> u64 {
+        self.limit - self.reserve
     }
 
     pub(super) fn in_use(&self) -> u64 {
