@@ -1,2 +1,44 @@
-//! A vhost-user virtio-blk device over zram-core.
+//! A vhost-user virtio-blk device over zram-core: one disk on one socket.
+//!
+//! | module | what it is for |
+//! | --- | --- |
+//! | `config` | what the owner of a device decides, checked once |
+//! | `device` | the control thread: accept, serve one frontend, drop it, accept again |
+//! | `handler` | the vhost-user requests of one connection: features, config space, memory, rings |
+//! | `memory` | the guest's memory as the frontend shares it: mapping, checks, address translation |
+//! | `vring` | one virtqueue seen from the control thread: when it may start, its thread, its stop |
+//! | `worker` | one virtqueue seen from its own thread: batches, calls, sleep, upkeep |
+//! | `ring` | the split ring: three-way pop, used ring, notification |
+//! | `request` | descriptor chain to request, outcome to status byte and used length |
+//! | `execute` | request to page operations on the core |
+//! | `guest` | copies between a chain's buffers and private memory |
+//! | `config_space` | virtio-blk's config space |
+//! | `poller` | an epoll instance that closes itself |
+//! | `counters` | what the device counts, and how often it may log |
+//!
+//! Two rules run through all of it. Guest bytes are read once: a descriptor, header, range or page is copied into memory
+//! that the guest cannot reach, and only the copy is checked and used. And a ring has one owner: it moves to the worker
+//! when the queue starts and comes back when the worker is joined, so that nothing on the data path is locked.
+//!
+//! Sources: virtio 1.3 sections 2.7 (split virtqueues) and 5.2 (block device), and QEMU's vhost-user.rst.
 #![forbid(unsafe_code)]
+
+mod config;
+mod config_space;
+mod counters;
+mod device;
+mod execute;
+#[cfg(any(test, fuzzing))]
+pub mod fuzzing;
+mod guest;
+mod handler;
+mod memory;
+mod poller;
+mod request;
+mod ring;
+mod vring;
+mod worker;
+
+pub use config::{DeviceConfig, QUEUE_SIZE_DEFAULT, QUEUE_SIZE_MAX, QUEUES_MAX, Serial, SerialError};
+pub use counters::{DeviceStatus, Frontend, RequestCounts};
+pub use device::{Device, Endpoint};

@@ -1,0 +1,187 @@
+//! What the owner of a device decides, checked once at start.
+//!
+//! Not here: anything that changes while the device lives. [`Disk`] is the same for every connection and is shared,
+//! unchanging, by the control thread and all workers.
+
+use std::fmt;
+use std::io;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use zram_core::{PAGE_SIZE, SECTOR_SIZE, Zram};
+
+/// Virtqueues of one device. QEMU refuses a backend with fewer queues than the guest has vCPUs.
+pub const QUEUES_MAX: u16 = 64;
+
+/// The largest ring that virtio allows (virtio 1.3 section 2.7).
+pub const QUEUE_SIZE_MAX: u16 = 32768;
+
+/// Ring size accepted by default: QEMU's own maximum.
+pub const QUEUE_SIZE_DEFAULT: u16 = 1024;
+
+/// The disk's serial number as GET_ID answers it: 1 to 20 bytes, padded with NUL, not terminated when full.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Serial([u8; Serial::BYTES]);
+
+impl Serial {
+    /// VIRTIO_BLK_ID_BYTES.
+    pub const BYTES: usize = 20;
+
+    pub(crate) fn as_bytes(&self) -> &[u8; Serial::BYTES] {
+        &self.0
+    }
+}
+
+impl FromStr for Serial {
+    type Err = SerialError;
+
+    fn from_str(text: &str) -> Result<Self, SerialError> {
+        // Guests put the serial into device paths; one of them, Windows' scsi driver, fails on an empty one.
+        if text.is_empty() || text.len() > Serial::BYTES || !text.bytes().all(|byte| byte.is_ascii_graphic()) {
+            return Err(SerialError);
+        }
+        let mut bytes = [0; Serial::BYTES];
+        for (to, from) in bytes.iter_mut().zip(text.bytes()) {
+            *to = from;
+        }
+        Ok(Serial(bytes))
+    }
+}
+
+impl fmt::Debug for Serial {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Serial({})", self.0.escape_ascii())
+    }
+}
+
+/// A text that cannot be a serial number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("a serial is 1 to 20 printable ASCII characters without spaces")]
+pub struct SerialError;
+
+/// What a device is to be.
+#[derive(Debug, Clone)]
+pub struct DeviceConfig {
+    /// The disk's name, for threads and log lines.
+    pub name: String,
+    /// Virtqueues offered: 1 to [`QUEUES_MAX`]. One that the guest does not enable costs no thread.
+    pub num_queues: u16,
+    /// Largest ring accepted, in descriptors: a power of two, 2 to [`QUEUE_SIZE_MAX`].
+    pub queue_size_max: u16,
+    /// Offer VIRTIO_BLK_F_RO, and refuse what would change the content.
+    pub read_only: bool,
+    /// What GET_ID answers.
+    pub serial: Serial,
+    /// 4096, or 512 for firmware and tools that know nothing else.
+    pub logical_block_size: u32,
+    /// Offer VIRTIO_BLK_F_FLUSH (a flush does nothing: a RAM disk keeps nothing by flushing).
+    pub flush: bool,
+}
+
+/// A device's unchanging facts.
+pub(crate) struct Disk {
+    pub config: DeviceConfig,
+    pub zram: Arc<Zram>,
+    /// In sectors of 512 bytes, a multiple of the sectors of a page.
+    pub capacity_sectors: u64,
+}
+
+impl Disk {
+    pub fn new(zram: Arc<Zram>, config: DeviceConfig) -> io::Result<Disk> {
+        check(&config)?;
+        let capacity_sectors = zram.size_bytes() / SECTOR_SIZE as u64;
+        assert_eq!(zram.size_bytes() % PAGE_SIZE as u64, 0, "the core holds whole pages");
+        Ok(Disk {
+            config,
+            zram,
+            capacity_sectors,
+        })
+    }
+
+    pub fn name(&self) -> &str {
+        &self.config.name
+    }
+}
+
+fn check(config: &DeviceConfig) -> io::Result<()> {
+    let wrong = |what: String| Err(io::Error::new(io::ErrorKind::InvalidInput, what));
+    let DeviceConfig {
+        num_queues,
+        queue_size_max,
+        logical_block_size,
+        ..
+    } = *config;
+    if !(1..=QUEUES_MAX).contains(&num_queues) {
+        return wrong(format!("{num_queues} queues: must be 1 to {QUEUES_MAX}"));
+    }
+    if !(2..=QUEUE_SIZE_MAX).contains(&queue_size_max) || !queue_size_max.is_power_of_two() {
+        return wrong(format!(
+            "queue size {queue_size_max}: must be a power of two, 2 to {QUEUE_SIZE_MAX}"
+        ));
+    }
+    if logical_block_size != 512 && logical_block_size != 4096 {
+        return wrong(format!("logical block size {logical_block_size}: must be 512 or 4096"));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use zram_core::{Algorithm, Options};
+
+    use super::*;
+
+    pub(crate) fn config() -> DeviceConfig {
+        DeviceConfig {
+            name: "test".to_string(),
+            num_queues: QUEUES_MAX,
+            queue_size_max: QUEUE_SIZE_DEFAULT,
+            read_only: false,
+            serial: "serial-0".parse().unwrap(),
+            logical_block_size: 4096,
+            flush: false,
+        }
+    }
+
+    pub(crate) fn zram(size_bytes: u64, mem_limit_bytes: Option<u64>) -> Arc<Zram> {
+        let options = Options {
+            name: "test".to_string(),
+            size_bytes,
+            mem_limit_bytes,
+            algorithm: Algorithm::Lz4,
+        };
+        Zram::create(&options).unwrap()
+    }
+
+    pub(crate) fn disk(size_bytes: u64, change: impl FnOnce(&mut DeviceConfig)) -> Disk {
+        let mut config = config();
+        change(&mut config);
+        Disk::new(zram(size_bytes, None), config).unwrap()
+    }
+
+    #[test]
+    fn a_serial_is_padded_and_bounded() {
+        assert_eq!(
+            *"abc".parse::<Serial>().unwrap().as_bytes(),
+            *b"abc\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0"
+        );
+        assert!("x".repeat(20).parse::<Serial>().is_ok());
+        for wrong in ["", "a b", "\u{e4}", &"x".repeat(21)] {
+            assert_eq!(wrong.parse::<Serial>(), Err(SerialError), "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn a_wrong_config_is_refused_with_the_range() {
+        let refused = |change: fn(&mut DeviceConfig)| {
+            let mut config = config();
+            change(&mut config);
+            check(&config).unwrap_err().to_string()
+        };
+        assert!(refused(|config| config.num_queues = 0).contains("1 to 64"));
+        assert!(refused(|config| config.num_queues = 65).contains("1 to 64"));
+        assert!(refused(|config| config.queue_size_max = 1).contains("power of two"));
+        assert!(refused(|config| config.queue_size_max = 100).contains("power of two"));
+        assert!(refused(|config| config.logical_block_size = 1024).contains("512 or 4096"));
+    }
+}

@@ -1,0 +1,272 @@
+//! The guest's memory as the frontend shares it: mapping, checks, address translation.
+//!
+//! A frontend gives regions as (file, offset, size) with two addresses each: the guest's (GPA), used in descriptors, and its
+//! own (user address), used for the rings (vhost-user.rst, "Memory region description", "Ring addresses").
+//!
+//! Checked before a region is mapped: it does not end past its file (the first touch would be a SIGBUS for the whole
+//! process), the total has a limit, no address range overlaps another. A file that is cut later is not contained yet.
+
+use std::fs::File;
+use std::io;
+use std::sync::Arc;
+
+use rustix::fs::FileType;
+use vm_memory::{FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestRegionMmap, MmapRegion};
+
+/// Regions of one guest: what VHOST_USER_GET_MAX_MEM_SLOTS answers, and what QEMU has at most.
+pub(crate) const REGIONS_MAX: usize = 509;
+
+/// Bytes of all regions together. Only address space is used, and x86-64 has 128 TiB for all devices of the process.
+const TOTAL_BYTES_MAX: u64 = 1 << 40;
+
+/// One region as announced.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct RegionInfo {
+    pub guest_addr: u64,
+    pub user_addr: u64,
+    pub bytes: u64,
+    pub file_offset: u64,
+}
+
+/// Why memory was not taken. The connection ends, so the reason is for the log.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum MemoryError {
+    #[error("more than {REGIONS_MAX} memory regions")]
+    TooMany,
+    #[error("memory regions of more than {TOTAL_BYTES_MAX} bytes together")]
+    TooLarge,
+    #[error("a memory region is empty or wraps around")]
+    BadRange,
+    #[error("memory regions overlap")]
+    Overlap,
+    #[error("a memory region ends past its file")]
+    PastFile,
+    #[error("a memory region's descriptor is not a file in memory")]
+    NotAFile,
+    #[error("no such memory region")]
+    Unknown,
+    #[error("mapping a memory region: {0}")]
+    Map(#[source] io::Error),
+}
+
+/// All regions of one guest. Cheap to replace: workers hold the mapping by its `Arc`.
+pub(crate) struct GuestTable {
+    regions: Vec<RegionInfo>,
+    mem: Arc<GuestMemoryMmap>,
+}
+
+impl GuestTable {
+    pub fn empty() -> GuestTable {
+        GuestTable {
+            regions: Vec::new(),
+            mem: Arc::new(GuestMemoryMmap::new()),
+        }
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.regions.is_empty()
+    }
+
+    pub fn mem(&self) -> &Arc<GuestMemoryMmap> {
+        &self.mem
+    }
+
+    /// A table of these regions and no others.
+    pub fn of(regions: impl IntoIterator<Item = (RegionInfo, File)>) -> Result<GuestTable, MemoryError> {
+        let mut table = GuestTable::empty();
+        for (info, file) in regions {
+            table = table.with(info, file)?;
+        }
+        Ok(table)
+    }
+
+    /// This table and one more region.
+    pub fn with(&self, info: RegionInfo, file: File) -> Result<GuestTable, MemoryError> {
+        self.check(&info)?;
+        check_file(&info, &file)?;
+        let region = Arc::new(map(&info, file)?);
+        let mem = self.mem.insert_region(region).map_err(|_| MemoryError::Overlap)?;
+        let regions = self.regions.iter().copied().chain([info]).collect();
+        Ok(GuestTable {
+            regions,
+            mem: Arc::new(mem),
+        })
+    }
+
+    /// This table without the region that has these addresses and this size.
+    pub fn without(&self, gone: &RegionInfo) -> Result<GuestTable, MemoryError> {
+        // The offset is not compared: for removal the standard names the three others only.
+        let same = |info: &RegionInfo| {
+            (info.guest_addr, info.user_addr, info.bytes) == (gone.guest_addr, gone.user_addr, gone.bytes)
+        };
+        if !self.regions.iter().any(same) {
+            return Err(MemoryError::Unknown);
+        }
+        let (mem, _) = self
+            .mem
+            .remove_region(GuestAddress(gone.guest_addr), gone.bytes)
+            .map_err(|_| MemoryError::Unknown)?;
+        let regions = self.regions.iter().copied().filter(|info| !same(info)).collect();
+        Ok(GuestTable {
+            regions,
+            mem: Arc::new(mem),
+        })
+    }
+
+    /// The guest's address of what the frontend has at `user_addr`.
+    pub fn translate(&self, user_addr: u64) -> Option<GuestAddress> {
+        let region = self.regions.iter().find(|info| {
+            user_addr
+                .checked_sub(info.user_addr)
+                .is_some_and(|offset| offset < info.bytes)
+        })?;
+        region
+            .guest_addr
+            .checked_add(user_addr - region.user_addr)
+            .map(GuestAddress)
+    }
+
+    fn check(&self, info: &RegionInfo) -> Result<(), MemoryError> {
+        if self.regions.len() >= REGIONS_MAX {
+            return Err(MemoryError::TooMany);
+        }
+        let ends = [info.guest_addr, info.user_addr, info.file_offset].map(|start| start.checked_add(info.bytes));
+        if info.bytes == 0 || ends.contains(&None) {
+            return Err(MemoryError::BadRange);
+        }
+        let total = self
+            .regions
+            .iter()
+            .try_fold(info.bytes, |sum, region| sum.checked_add(region.bytes));
+        if total.is_none_or(|total| total > TOTAL_BYTES_MAX) {
+            return Err(MemoryError::TooLarge);
+        }
+        // Guest addresses are compared by the collection that holds the mappings.
+        let overlap = self.regions.iter().any(|region| {
+            info.user_addr < region.user_addr + region.bytes && region.user_addr < info.user_addr + info.bytes
+        });
+        if overlap { Err(MemoryError::Overlap) } else { Ok(()) }
+    }
+}
+
+/// Whether `bytes` bytes from `start` on are guest memory, in one region or in adjacent ones.
+pub(crate) fn contains(mem: &GuestMemoryMmap, start: GuestAddress, bytes: u64) -> bool {
+    usize::try_from(bytes).is_ok_and(|bytes| GuestMemoryBackend::check_range(mem, start, bytes))
+}
+
+fn check_file(info: &RegionInfo, file: &File) -> Result<(), MemoryError> {
+    let stat = rustix::fs::fstat(file).map_err(|error| MemoryError::Map(error.into()))?;
+    if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+        return Err(MemoryError::NotAFile);
+    }
+    // `check` has seen that the sum does not wrap. The size need not be whole OS pages: libblkio's is not.
+    match u64::try_from(stat.st_size) {
+        Ok(size) if info.file_offset + info.bytes <= size => Ok(()),
+        _ => Err(MemoryError::PastFile),
+    }
+}
+
+fn map(info: &RegionInfo, file: File) -> Result<GuestRegionMmap, MemoryError> {
+    let bytes = usize::try_from(info.bytes).map_err(|_| MemoryError::TooLarge)?;
+    let mapping = MmapRegion::from_file(FileOffset::new(file, info.file_offset), bytes)
+        .map_err(|error| MemoryError::Map(io::Error::other(error)))?;
+    GuestRegionMmap::new(mapping, GuestAddress(info.guest_addr)).ok_or(MemoryError::BadRange)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use vm_memory::Bytes;
+
+    use super::*;
+
+    fn memfd(bytes: u64) -> File {
+        let fd = rustix::fs::memfd_create("guest", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(fd.as_fd(), bytes).unwrap();
+        File::from(fd)
+    }
+
+    fn info(guest_addr: u64, user_addr: u64, bytes: u64) -> RegionInfo {
+        RegionInfo {
+            guest_addr,
+            user_addr,
+            bytes,
+            file_offset: 0,
+        }
+    }
+
+    #[test]
+    fn regions_come_in_any_order_and_translate() {
+        let high = (info(0x10_0000, 0x7000_0000, 0x2000), memfd(0x2000));
+        let low = (info(0, 0x7f00_0000_0000, 0x1000), memfd(0x1000));
+        let table = GuestTable::of([high, low]).unwrap();
+        assert_eq!(table.translate(0x7000_1fff), Some(GuestAddress(0x10_1fff)));
+        assert_eq!(table.translate(0x7f00_0000_0000), Some(GuestAddress(0)));
+        for outside in [0, 0x6fff_ffff, 0x7000_2000, 0x7f00_0000_1000, u64::MAX] {
+            assert_eq!(table.translate(outside), None, "{outside:x}");
+        }
+        table.mem().write_obj(7u8, GuestAddress(0x10_1fff)).unwrap();
+    }
+
+    #[test]
+    fn a_region_past_its_file_is_refused() {
+        let refused = |region: RegionInfo, file_bytes| GuestTable::of([(region, memfd(file_bytes))]).err().unwrap();
+        assert!(matches!(refused(info(0, 0, 0x1001), 0x1000), MemoryError::PastFile));
+        let shifted = RegionInfo {
+            file_offset: 0x1000,
+            ..info(0, 0, 0x1000)
+        };
+        assert!(matches!(refused(shifted, 0x1fff), MemoryError::PastFile));
+        assert!(GuestTable::of([(shifted, memfd(0x2000))]).is_ok());
+        assert!(
+            GuestTable::of([(info(0, 0, 0x7620), memfd(0x7620))]).is_ok(),
+            "sizes need not be whole pages"
+        );
+    }
+
+    #[test]
+    fn senseless_regions_are_refused() {
+        let file_bytes = 0x4000;
+        let second = |region: RegionInfo| {
+            let first = GuestTable::of([(info(0x1000, 0x1000_0000, 0x2000), memfd(file_bytes))]).unwrap();
+            first.with(region, memfd(file_bytes)).err().unwrap()
+        };
+        assert!(matches!(
+            second(info(0x2000, 0x2000_0000, 0x1000)),
+            MemoryError::Overlap
+        ));
+        assert!(matches!(
+            second(info(0x8000, 0x1000_1000, 0x1000)),
+            MemoryError::Overlap
+        ));
+        assert!(matches!(second(info(0x8000, 0x2000_0000, 0)), MemoryError::BadRange));
+        assert!(matches!(
+            second(info(u64::MAX - 0xfff, 0x2000_0000, 0x2000)),
+            MemoryError::BadRange
+        ));
+        assert!(matches!(second(info(0x8000, u64::MAX, 0x1000)), MemoryError::BadRange));
+        assert!(matches!(
+            second(info(0x8000, 0x2000_0000, 1 << 40)),
+            MemoryError::TooLarge
+        ));
+        let unaligned = RegionInfo {
+            file_offset: 0x10,
+            ..info(0x8000, 0x2000_0000, 0x1000)
+        };
+        assert!(matches!(second(unaligned), MemoryError::Map(_)));
+        let null = File::open("/dev/null").unwrap();
+        assert!(matches!(
+            GuestTable::of([(info(0, 0, 0x1000), null)]).err().unwrap(),
+            MemoryError::NotAFile
+        ));
+    }
+
+    #[test]
+    fn a_region_goes_only_by_its_own_addresses() {
+        let table = GuestTable::of([(info(0, 0x1000, 0x1000), memfd(0x1000))]).unwrap();
+        assert!(table.without(&info(0, 0x1000, 0x2000)).is_err());
+        assert!(table.without(&info(0, 0x2000, 0x1000)).is_err());
+        assert!(table.without(&info(0, 0x1000, 0x1000)).unwrap().is_empty());
+    }
+}

@@ -1,0 +1,697 @@
+//! One virtqueue seen from its own thread.
+//!
+//! A worker owns its ring, its handle on the core and its scratch, so the data path takes no lock; the one lock it takes
+//! guards the call descriptor, which a frontend may exchange while the queue runs, and is taken once a batch.
+//!
+//! The life of a worker: look at the ring (a kick may have come before it) -> batches until the ring is empty -> sleep
+//! until a kick, the stop event or, while something is left to give back, [`UPKEEP_PERIOD`] -> again. On stop it leaves
+//! between two chains, or in the middle of a long one, which it puts back; the thread then returns the ring.
+//!
+//! Chains are completed one by one in the order of the avail ring, so the used index is a full account at any moment.
+
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::ops::ControlFlow;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use epoll::Events;
+use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+use zram_core::Page;
+
+use crate::config::Disk;
+use crate::counters::{LogLimit, QueueCounters};
+use crate::execute::{Execution, Store};
+use crate::poller::Poller;
+use crate::request::{self, Outcome, Ranges, Refusal, Request};
+use crate::ring::{BrokenRing, Chain, Pop, Ring};
+
+/// Chains between two looks at whether to call the driver: bounds how long a completion waits behind others.
+const CHAINS_PER_BATCH: usize = 64;
+
+/// Time between two rounds of giving memory back.
+const UPKEEP_PERIOD: Duration = Duration::from_millis(100);
+
+/// Time between two looks at a ring whose frontend gave no kick descriptor.
+const POLL_MS: i32 = 1;
+
+const STOP: u64 = 0;
+const KICK: u64 = 1;
+
+/// What all workers and connections of a device share.
+pub(crate) struct Shared {
+    pub disk: Disk,
+    /// One for each queue.
+    pub counters: Vec<QueueCounters>,
+    pub log_limit: LogLimit,
+}
+
+impl Shared {
+    /// A queue's counters; queues are checked to be below the configured number before.
+    pub fn queue_counters(&self, queue: u16) -> &QueueCounters {
+        self.counters
+            .get(usize::from(queue))
+            .expect("one set of counters for each configured queue")
+    }
+}
+
+/// How the driver announces work.
+#[derive(Clone)]
+pub(crate) enum Kick {
+    /// By a descriptor that becomes readable.
+    File(Arc<File>),
+    /// Not at all: the ring is looked at every [`POLL_MS`].
+    Polled,
+}
+
+/// The descriptors by which the device speaks up. The frontend may exchange them while the queue runs.
+#[derive(Default)]
+pub(crate) struct Signals {
+    call: Mutex<Option<File>>,
+    error: Mutex<Option<File>>,
+}
+
+impl Signals {
+    pub fn set_call(&self, file: Option<File>) {
+        *self.call.lock().unwrap_or_else(PoisonError::into_inner) = file;
+    }
+
+    pub fn set_error(&self, file: Option<File>) {
+        *self.error.lock().unwrap_or_else(PoisonError::into_inner) = file;
+    }
+
+    /// Tells the driver of completions. A frontend that polls has given no descriptor.
+    pub fn call(&self, counters: &QueueCounters) {
+        match signal(&self.call) {
+            Ok(true) => counters.calls.count(),
+            Ok(false) => {}
+            Err(_) => counters.calls_lost.count(),
+        }
+    }
+
+    /// Tells the frontend that the ring is broken: the only way without a device status.
+    pub fn report_broken(&self) {
+        // Whoever does not listen is not told.
+        let _ = signal(&self.error);
+    }
+}
+
+/// Writes to the descriptor, which does not block. False if there is none.
+fn signal(file: &Mutex<Option<File>>) -> io::Result<bool> {
+    match &*file.lock().unwrap_or_else(PoisonError::into_inner) {
+        Some(file) => (&*file).write_all(&1u64.to_ne_bytes()).map(|()| true),
+        None => Ok(false),
+    }
+}
+
+/// How a worker is asked to stop: a flag for when it is busy, an event for when it sleeps.
+struct Stop {
+    flag: AtomicBool,
+    event: EventFd,
+}
+
+/// A running worker, held by the control thread. Dropping it without [`RunningWorker::join`] would leave the thread alone.
+pub(crate) struct RunningWorker {
+    stop: Arc<Stop>,
+    thread: JoinHandle<Ring>,
+}
+
+impl RunningWorker {
+    /// Asks the worker to stop, without waiting.
+    pub fn ask_to_stop(&self) {
+        self.stop.flag.store(true, Ordering::Release);
+        // Fails only if the counter is full, and then the event is readable already.
+        let _ = self.stop.event.write(1);
+    }
+
+    /// Stops the worker and takes the ring back; `None` if the thread has died with it.
+    pub fn join(self) -> Option<Ring> {
+        self.ask_to_stop();
+        self.thread.join().ok()
+    }
+}
+
+/// What a worker starts with.
+pub(crate) struct Parts {
+    pub index: u16,
+    pub ring: Ring,
+    pub mem: Arc<GuestMemoryMmap>,
+    pub kick: Kick,
+    pub signals: Arc<Signals>,
+    pub shared: Arc<Shared>,
+}
+
+/// Starts a worker on its own thread. A failure costs the ring: the connection ends with it.
+pub(crate) fn start(parts: Parts) -> io::Result<RunningWorker> {
+    // Made here rather than on the thread, so that what cannot be had is the control thread's error.
+    let core = parts.shared.disk.zram.worker().map_err(io::Error::other)?;
+    let stop = Arc::new(Stop {
+        flag: AtomicBool::new(false),
+        event: EventFd::new(EFD_NONBLOCK)?,
+    });
+    let poller = Poller::new()?;
+    poller.add(&stop.event, Events::EPOLLIN, STOP)?;
+    if let Kick::File(file) = &parts.kick {
+        // Edge-triggered: a descriptor that stays readable whatever is done to it must not keep a core busy.
+        poller.add(&**file, Events::EPOLLIN | Events::EPOLLET, KICK)?;
+    }
+    let name = thread_name(parts.shared.disk.name(), Some(parts.index));
+    let worker = Worker {
+        queue: QueueWorker::new(parts, core),
+        stop: stop.clone(),
+        poller,
+    };
+    let thread = thread::Builder::new().name(name).spawn(move || worker.run())?;
+    Ok(RunningWorker { stop, thread })
+}
+
+/// "zram-NAME" or "zram-NAME-qN", cut in the name to the 15 bytes that the kernel keeps.
+pub(crate) fn thread_name(disk: &str, queue: Option<u16>) -> String {
+    const THREAD_NAME_BYTES_MAX: usize = 15;
+    let tail = queue.map(|index| format!("-q{index}")).unwrap_or_default();
+    let room = THREAD_NAME_BYTES_MAX - "zram-".len() - tail.len();
+    let fits = disk
+        .char_indices()
+        .take_while(|(at, char)| at + char.len_utf8() <= room && *char != '\0');
+    format!("zram-{}{tail}", fits.map(|(_, char)| char).collect::<String>())
+}
+
+struct Worker {
+    queue: QueueWorker,
+    stop: Arc<Stop>,
+    poller: Poller,
+}
+
+impl Worker {
+    fn run(mut self) -> Ring {
+        while !self.stop.flag.load(Ordering::Acquire) {
+            self.queue.guarded(|queue| queue.turn(&self.stop.flag));
+            self.queue.guarded(|queue| queue.upkeep_if_due(&self.stop.flag));
+            if let Err(error) = self.sleep() {
+                // Without a wait there is no worker; nothing the guest does leads here.
+                tracing::error!(disk = self.queue.shared.disk.name(), %error, "waiting for kicks");
+                self.queue.break_ring(BrokenRing::Defect);
+                break;
+            }
+        }
+        self.queue.into_ring()
+    }
+
+    /// Waits for a kick, the stop event or the time for upkeep.
+    fn sleep(&mut self) -> io::Result<()> {
+        let timeout_ms = self.queue.sleep_ms();
+        for token in self.poller.wait(timeout_ms)? {
+            if token == KICK {
+                self.queue.clear_kick();
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The queue's work without its thread: what tests and fuzzing drive directly.
+pub(crate) struct QueueWorker {
+    index: u16,
+    ring: Ring,
+    mem: Arc<GuestMemoryMmap>,
+    kick: Kick,
+    signals: Arc<Signals>,
+    shared: Arc<Shared>,
+    store: Store,
+    chain: Chain,
+    ranges: Ranges,
+    last_upkeep: Instant,
+}
+
+impl QueueWorker {
+    pub fn new(parts: Parts, core: zram_core::Worker) -> QueueWorker {
+        let Parts {
+            index,
+            ring,
+            mem,
+            kick,
+            signals,
+            shared,
+        } = parts;
+        QueueWorker {
+            index,
+            ring,
+            mem,
+            kick,
+            signals,
+            shared,
+            store: Store {
+                core,
+                page: Page::zeroed(),
+            },
+            chain: Chain::default(),
+            ranges: Ranges::new(),
+            last_upkeep: Instant::now(),
+        }
+    }
+
+    /// Does some work whose panic, a defect of ours, breaks this queue and nothing else.
+    fn guarded(&mut self, work: impl FnOnce(&mut QueueWorker)) {
+        // Whatever the panic left half-done is not used again: this worker does no more until it is stopped.
+        if catch_unwind(AssertUnwindSafe(|| work(self))).is_err() {
+            self.counters().panics.count();
+            self.break_ring(BrokenRing::Defect);
+        }
+    }
+
+    /// Serves the ring until it is empty, broken or to be stopped.
+    pub fn turn(&mut self, stop: &AtomicBool) {
+        if self.ring.broken().is_some() {
+            return;
+        }
+        if let Err(reason) = self.serve(stop) {
+            self.break_ring(reason);
+        }
+    }
+
+    fn serve(&mut self, stop: &AtomicBool) -> Result<(), BrokenRing> {
+        loop {
+            self.ring.silence_kicks(&self.mem)?;
+            while self.batch(stop)?.is_continue() {}
+            // Also when stopping: the driver may sleep on the first entry that it has not seen.
+            if self.ring.await_kicks(&self.mem)? && !stop.load(Ordering::Relaxed) {
+                continue;
+            }
+            return Ok(());
+        }
+    }
+
+    /// Serves some chains, then calls the driver once. `Break` when there are no more, or on stop.
+    fn batch(&mut self, stop: &AtomicBool) -> Result<ControlFlow<()>, BrokenRing> {
+        let mut flow = ControlFlow::Continue(());
+        for _ in 0..CHAINS_PER_BATCH {
+            if stop.load(Ordering::Relaxed) {
+                flow = ControlFlow::Break(());
+            } else {
+                flow = self.serve_one(stop)?;
+            }
+            if flow.is_break() {
+                break;
+            }
+        }
+        self.store.core.end_batch();
+        if self.ring.wants_call(&self.mem)? {
+            self.signals.call(self.counters());
+        }
+        Ok(flow)
+    }
+
+    /// Serves one chain, if there is one. `Break` if there is none, or it was put back because of a stop.
+    fn serve_one(&mut self, stop: &AtomicBool) -> Result<ControlFlow<()>, BrokenRing> {
+        match self.ring.pop(&self.mem, &mut self.chain) {
+            Pop::Empty => Ok(ControlFlow::Break(())),
+            Pop::Broken(reason) => Err(reason),
+            Pop::BadChain(head) => self.return_bad(head),
+            Pop::Chain(head) => match request::status_addr(&self.chain, &self.mem) {
+                Some(status) => self.answer(head, status, stop),
+                None => self.return_bad(head),
+            },
+        }
+    }
+
+    fn return_bad(&mut self, head: u16) -> Result<ControlFlow<()>, BrokenRing> {
+        self.counters().bad_chains.count();
+        self.ring.complete_bad(&self.mem, head)?;
+        Ok(ControlFlow::Continue(()))
+    }
+
+    fn answer(&mut self, head: u16, status: GuestAddress, stop: &AtomicBool) -> Result<ControlFlow<()>, BrokenRing> {
+        let outcome = match self.execute(stop) {
+            ControlFlow::Continue(outcome) => outcome,
+            ControlFlow::Break(()) => {
+                self.ring.unpop();
+                return Ok(ControlFlow::Break(()));
+            }
+        };
+        // Last, whatever the data may have been laid over. It was in memory a moment ago and the mapping is ours.
+        self.mem
+            .write_obj(outcome.status(), status)
+            .map_err(|_| BrokenRing::Memory)?;
+        self.ring.complete(&self.mem, head, outcome.used_len())?;
+        Ok(ControlFlow::Continue(()))
+    }
+
+    fn execute(&mut self, stop: &AtomicBool) -> ControlFlow<(), Outcome> {
+        let disk = &self.shared.disk;
+        let request = match request::parse(&self.chain, &self.mem, disk, &mut self.ranges) {
+            Ok(request) => request,
+            Err(refusal) => {
+                self.count_refusal(refusal);
+                return ControlFlow::Continue(Outcome::Refused(refusal));
+            }
+        };
+        #[cfg(test)]
+        tests::panic_if_asked(disk, request);
+        let mut execution = Execution {
+            disk,
+            store: &mut self.store,
+            mem: &self.mem,
+            chain: &self.chain,
+            ranges: &self.ranges,
+            stop,
+        };
+        let outcome = execution.run(request)?;
+        self.count(request, outcome);
+        ControlFlow::Continue(outcome)
+    }
+
+    fn count_refusal(&self, refusal: Refusal) {
+        let outcome = Outcome::Refused(refusal);
+        if outcome.status() == Outcome::Refused(Refusal::UnknownType).status() {
+            self.counters().unsupported.count();
+        } else {
+            self.counters().io_errors.count();
+            self.shared.disk.zram.io_counters().count_invalid_io();
+        }
+    }
+
+    fn count(&self, request: Request, outcome: Outcome) {
+        let counters = self.counters();
+        let done = matches!(outcome, Outcome::Done(_));
+        match request {
+            Request::In(range) => {
+                counters.reads.count();
+                counters.sectors_read.add(if done { range.count } else { 0 });
+            }
+            Request::Out(range) => {
+                counters.writes.count();
+                counters.sectors_written.add(if done { range.count } else { 0 });
+            }
+            Request::Flush => counters.flushes.count(),
+            Request::GetId(_) => counters.get_ids.count(),
+            Request::Discard => counters.discards.count(),
+            Request::WriteZeroes => counters.write_zeroes.count(),
+        }
+        if !done {
+            counters.io_errors.count();
+        }
+    }
+
+    fn break_ring(&mut self, reason: BrokenRing) {
+        self.ring.break_for(reason);
+        self.counters().broken_rings.count();
+        if self.shared.log_limit.allows() {
+            let (disk, queue) = (self.shared.disk.name(), self.index);
+            tracing::warn!(disk, queue, "queue stopped: {reason}");
+        }
+        self.signals.report_broken();
+    }
+
+    fn counters(&self) -> &QueueCounters {
+        self.shared.queue_counters(self.index)
+    }
+
+    /// Takes the kick. What cannot be read is looked at all the same: the descriptor is the frontend's affair.
+    fn clear_kick(&self) {
+        if let Kick::File(file) = &self.kick {
+            let _ = (&**file).read(&mut [0; 8]);
+        }
+    }
+
+    /// How long to sleep if nothing happens.
+    fn sleep_ms(&self) -> i32 {
+        match self.ring.broken() {
+            None if matches!(self.kick, Kick::Polled) => POLL_MS,
+            Some(BrokenRing::Defect) => -1,
+            _ if self.store.core.has_upkeep() => UPKEEP_PERIOD.as_millis() as i32,
+            _ => -1,
+        }
+    }
+
+    /// Gives memory back, in short steps as long as nobody wants anything. A broken ring's worker has all the time.
+    fn upkeep_if_due(&mut self, stop: &AtomicBool) {
+        let broken = self.ring.broken();
+        let idle = broken != Some(BrokenRing::Defect) && self.last_upkeep.elapsed() >= UPKEEP_PERIOD;
+        if !idle || !self.store.core.has_upkeep() {
+            return;
+        }
+        let nobody_waits = |ring: &Ring, mem| broken.is_some() || ring.is_empty(mem);
+        while !stop.load(Ordering::Relaxed) && nobody_waits(&self.ring, &self.mem) && self.store.core.upkeep() {}
+        self.last_upkeep = Instant::now();
+    }
+
+    /// Ends the worker. Dropping the core's handle gives back what it holds; a panic there must not cost the ring.
+    fn into_ring(self) -> Ring {
+        let QueueWorker { ring, store, .. } = self;
+        let _ = catch_unwind(AssertUnwindSafe(|| drop(store)));
+        ring
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use std::os::fd::AsRawFd;
+
+    use virtio_queue::desc::split::Descriptor;
+    use vmm_sys_util::sock_ctrl_msg::ScmSocket;
+
+    use super::*;
+    use crate::config::DeviceConfig;
+    use crate::config::tests::disk;
+    use crate::counters::RequestCounts;
+    use crate::ring::Areas;
+    use crate::ring::tests::{NEXT, WRITE, guest};
+
+    /// A disk of this name panics when it is asked for its serial: the stand-in for a defect of ours.
+    pub(crate) const PANICKING_DISK: &str = "panics";
+
+    pub(super) fn panic_if_asked(disk: &Disk, request: Request) {
+        if disk.name() == PANICKING_DISK && matches!(request, Request::GetId(_)) {
+            panic!("as asked");
+        }
+    }
+
+    const SIZE: u16 = 16;
+    const DESCRIPTORS: u64 = 0;
+    const AVAIL: u64 = 0x1000;
+    const USED: u64 = 0x2000;
+    const HEADER: u64 = 0x3000;
+    const DATA: u64 = 0x4000;
+    const STATUS: u64 = 0x8000;
+
+    /// A queue without a thread, and the driver's side of it.
+    struct Bench {
+        queue: QueueWorker,
+        shared: Arc<Shared>,
+        mem: Arc<GuestMemoryMmap>,
+        call: EventFd,
+        stop: AtomicBool,
+        avail: u16,
+    }
+
+    impl Bench {
+        fn new(change: impl FnOnce(&mut DeviceConfig)) -> Bench {
+            let shared = Arc::new(Shared {
+                disk: disk(64 << 30, change),
+                counters: vec![QueueCounters::default()],
+                log_limit: LogLimit::new(),
+            });
+            let mem = Arc::new(guest(0x1_0000));
+            let mut ring = Ring::new(SIZE).unwrap();
+            let areas = Areas {
+                descriptors: GuestAddress(DESCRIPTORS),
+                avail: GuestAddress(AVAIL),
+                used: GuestAddress(USED),
+            };
+            ring.set_up(&mem, SIZE, areas, false, false).unwrap();
+            let signals = Arc::<Signals>::default();
+            let call = EventFd::new(EFD_NONBLOCK).unwrap();
+            signals.set_call(Some(file_of(&call)));
+            let parts = Parts {
+                index: 0,
+                ring,
+                mem: mem.clone(),
+                kick: Kick::Polled,
+                signals,
+                shared: shared.clone(),
+            };
+            let queue = QueueWorker::new(parts, shared.disk.zram.worker().unwrap());
+            Bench {
+                queue,
+                shared,
+                mem,
+                call,
+                stop: AtomicBool::new(false),
+                avail: 0,
+            }
+        }
+
+        fn put(&mut self, kind: u32, data: &[u8], writable: bool) {
+            self.mem.write_obj(kind, GuestAddress(HEADER)).unwrap();
+            self.mem.write_slice(data, GuestAddress(DATA)).unwrap();
+            self.mem.write_obj(0xffu8, GuestAddress(STATUS)).unwrap();
+            let flags = if writable { NEXT | WRITE } else { NEXT };
+            let chain = [
+                (HEADER, 16, NEXT, 1),
+                (DATA, data.len() as u32, flags, 2),
+                (STATUS, 1, WRITE, 0),
+            ];
+            for (index, (addr, len, flags, next)) in chain.into_iter().enumerate() {
+                let descriptor = Descriptor::new(addr, len, flags, next);
+                self.mem
+                    .write_obj(descriptor, GuestAddress(DESCRIPTORS + 16 * index as u64))
+                    .unwrap();
+            }
+            self.avail += 1;
+            self.mem.write_obj(self.avail, GuestAddress(AVAIL + 2)).unwrap();
+        }
+
+        fn turn(&mut self) {
+            self.queue.guarded(|queue| queue.turn(&self.stop));
+        }
+
+        fn used_and_status(&self) -> (u16, u8) {
+            let used = self.mem.read_obj(GuestAddress(USED + 2)).unwrap();
+            (used, self.mem.read_obj(GuestAddress(STATUS)).unwrap())
+        }
+
+        fn counts(&self) -> RequestCounts {
+            RequestCounts::sum(self.shared.counters.iter())
+        }
+    }
+
+    /// A descriptor of the same event, as one that came over the socket.
+    fn file_of(event: &EventFd) -> File {
+        let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+        ours.send_with_fd(&[0][..], event.as_raw_fd()).unwrap();
+        theirs.recv_with_fd(&mut [0]).unwrap().1.unwrap()
+    }
+
+    fn range(sector: u64, count: u32) -> Vec<u8> {
+        [&sector.to_le_bytes()[..], &count.to_le_bytes(), &[0; 4]].concat()
+    }
+
+    #[test]
+    fn a_panic_breaks_the_ring_and_no_more() {
+        let mut bench = Bench::new(|config| config.name = PANICKING_DISK.to_string());
+        bench.put(8, &[0; 20], true);
+        bench.turn();
+        assert_eq!((bench.counts().panics, bench.counts().broken_rings), (1, 1));
+        assert_eq!(bench.used_and_status(), (0, 0xff));
+        bench.turn();
+        assert_eq!(bench.counts().panics, 1, "a broken ring is left alone");
+        let mut ring = bench.queue.into_ring();
+        assert_eq!(ring.broken(), Some(BrokenRing::Defect));
+        ring.mend();
+        assert_eq!(ring.broken(), None);
+    }
+
+    #[test]
+    fn a_batch_calls_once() {
+        let mut bench = Bench::new(|_| {});
+        for _ in 0..SIZE {
+            bench.put(8, &[0; 20], true);
+        }
+        bench.turn();
+        assert_eq!(bench.used_and_status(), (SIZE, 0));
+        assert_eq!((bench.counts().get_ids, bench.counts().calls), (u64::from(SIZE), 1));
+        assert_eq!(bench.call.read().unwrap(), 1);
+    }
+
+    #[test]
+    fn an_endless_producer_does_not_keep_a_stop_waiting() {
+        let mut bench = Bench::new(|_| {});
+        bench.put(8, &[0; 20], true);
+        bench.stop.store(true, Ordering::Relaxed);
+        bench.turn();
+        assert_eq!(bench.used_and_status(), (0, 0xff));
+        assert_eq!(bench.queue.into_ring().base(), 0);
+    }
+
+    #[test]
+    fn a_request_that_a_stop_interrupts_is_put_back_and_done_again() {
+        let mut bench = Bench::new(|_| {});
+        // Parsed before the flag is looked at again: as if the stop came while it was executed.
+        bench.put(11, &range(0, 1 << 20), false);
+        let popped = bench.queue.ring.pop(&bench.mem, &mut bench.queue.chain);
+        assert_eq!(popped, Pop::Chain(0));
+        let stop = AtomicBool::new(true);
+        assert_eq!(
+            bench.queue.answer(0, GuestAddress(STATUS), &stop),
+            Ok(ControlFlow::Break(()))
+        );
+        assert_eq!(bench.used_and_status(), (0, 0xff));
+        assert_eq!(bench.queue.ring.base(), 0);
+        bench.turn();
+        assert_eq!(bench.used_and_status(), (1, 0));
+    }
+
+    #[test]
+    fn a_whole_disk_is_discarded_at_once() {
+        let mut bench = Bench::new(|_| {});
+        bench.put(11, &range(0, (64u64 << 30 >> 9) as u32), false);
+        bench.turn();
+        assert_eq!(bench.used_and_status(), (1, 0));
+    }
+
+    #[test]
+    fn refusals_are_counted_by_kind() {
+        let mut bench = Bench::new(|_| {});
+        bench.put(99, &[0; 16], false);
+        bench.turn();
+        assert_eq!((bench.used_and_status(), bench.counts().unsupported), ((1, 2), 1));
+        bench.put(1, &[0; 100], false);
+        bench.turn();
+        assert_eq!((bench.used_and_status(), bench.counts().io_errors), ((2, 1), 1));
+        assert_eq!(bench.shared.disk.zram.stats().invalid_io, 1);
+    }
+
+    #[test]
+    fn a_full_pipe_as_call_is_a_lost_call_and_nothing_else() {
+        let mut bench = Bench::new(|_| {});
+        let (reader, writer) = std::io::pipe().unwrap();
+        let writer = File::from(std::os::fd::OwnedFd::from(writer));
+        rustix::fs::fcntl_setfl(&writer, rustix::fs::OFlags::NONBLOCK).unwrap();
+        while (&writer).write(&[0; 4096]).is_ok() {}
+        bench.queue.signals.set_call(Some(writer));
+        bench.put(8, &[0; 20], true);
+        bench.turn();
+        assert_eq!((bench.used_and_status(), bench.counts().calls_lost), ((1, 0), 1));
+        drop(reader);
+        bench.put(8, &[0; 20], true);
+        bench.turn();
+        assert_eq!((bench.used_and_status(), bench.counts().calls_lost), ((2, 0), 2));
+    }
+
+    #[test]
+    fn a_broken_ring_goes_on_giving_memory_back() {
+        let mut bench = Bench::new(|_| {});
+        bench.put(1, &[0x5a; 0x3000], false);
+        bench.turn();
+        bench.mem.write_obj(1000u16, GuestAddress(AVAIL + 2)).unwrap();
+        bench.turn();
+        assert_eq!(bench.queue.ring.broken(), Some(BrokenRing::AvailIndex));
+        let steady = if bench.queue.store.core.has_upkeep() {
+            UPKEEP_PERIOD.as_millis() as i32
+        } else {
+            -1
+        };
+        assert_eq!(bench.queue.sleep_ms(), steady);
+        let end = Instant::now() + Duration::from_secs(10);
+        while bench.queue.store.core.has_upkeep() {
+            assert!(Instant::now() < end, "upkeep makes no headway");
+            bench.queue.upkeep_if_due(&bench.stop);
+        }
+        assert_eq!(bench.queue.sleep_ms(), -1);
+    }
+
+    #[test]
+    fn thread_names_fit_and_keep_the_queue() {
+        assert_eq!(thread_name("vm7", Some(0)), "zram-vm7-q0");
+        assert_eq!(thread_name("a-rather-long-name", Some(63)), "zram-a-rath-q63");
+        assert_eq!(thread_name("a-rather-long-name", None), "zram-a-rather-l");
+        assert_eq!(
+            thread_name("\u{e4}\u{e4}\u{e4}\u{e4}", Some(63)),
+            "zram-\u{e4}\u{e4}\u{e4}-q63"
+        );
+    }
+}
