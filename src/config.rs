@@ -119,21 +119,21 @@ struct Arguments {
     ///
     /// A listening socket is served like a path. A connected one is served until the frontend hangs up; then the daemon
     /// ends with exit code 0. N is 0, or 3 and up.
-    #[arg(long, value_name = "N", value_parser = inherited_descriptor)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = inherited_descriptor)]
     fd: Option<i32>,
 
     /// Size of the disk as the guest sees it, 1 byte to 16T
     ///
     /// In bytes, or with a unit: K, M, G, T or KiB, MiB, GiB, TiB, powers of 1024. Rounded up to whole pages of 4 KiB.
     /// This is not memory: a page costs some only once it was written.
-    #[arg(long, value_name = "SIZE", value_parser = disk_size)]
+    #[arg(long, value_name = "SIZE", allow_negative_numbers = true, value_parser = disk_size)]
     size: u64,
 
     /// The most host memory the disk's data may take, at least 64K [default: no limit]
     ///
     /// Written like --size. Never exceeded: a write that needs more fails in the guest as an I/O error, and the old
     /// content stays. The slot table comes on top: 8 bytes for each page, 2 MiB for each GiB of the disk.
-    #[arg(long, value_name = "SIZE", value_parser = mem_limit)]
+    #[arg(long, value_name = "SIZE", allow_negative_numbers = true, value_parser = mem_limit)]
     mem_limit: Option<u64>,
 
     /// Compression: lz4, zstd, or zstd(level=N)
@@ -145,11 +145,12 @@ struct Arguments {
     /// The most virtqueues offered, 1 to 64
     ///
     /// QEMU takes one per vCPU and refuses a disk that offers fewer. A queue that is not used costs nothing.
-    #[arg(long, value_name = "N", default_value_t = QUEUES_MAX, value_parser = clap::value_parser!(u16).range(1..=64))]
+    #[arg(long, value_name = "N", default_value_t = QUEUES_MAX, allow_negative_numbers = true,
+          value_parser = clap::value_parser!(u16).range(1..=64))]
     num_queues: u16,
 
     /// The most entries of a virtqueue, a power of two, 2 to 32768
-    #[arg(long, value_name = "N", default_value_t = QUEUE_SIZE_DEFAULT, value_parser = queue_size)]
+    #[arg(long, value_name = "N", default_value_t = QUEUE_SIZE_DEFAULT, allow_negative_numbers = true, value_parser = queue_size)]
     queue_size_max: u16,
 
     /// Let guests read only
@@ -176,7 +177,7 @@ struct Arguments {
     /// Permission bits of the socket, octal, 0 to 777 [default: 0660]
     ///
     /// Mode and group are set before the socket can be seen, whatever the umask.
-    #[arg(long, value_name = "OCTAL", value_parser = socket_mode, conflicts_with = "fd")]
+    #[arg(long, value_name = "OCTAL", allow_negative_numbers = true, value_parser = socket_mode, conflicts_with = "fd")]
     socket_mode: Option<u32>,
 
     /// Answer vzramctl on a Unix socket at PATH, which only the daemon's user can open (mode 0600)
