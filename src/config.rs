@@ -11,7 +11,7 @@ use clap::{ArgGroup, Parser};
 use nix::unistd::Group;
 use rustix::fs::Gid;
 use tracing_subscriber::filter::LevelFilter;
-use zram_core::{Algorithm, DISK_BYTES_MAX, PAGE_SIZE, SEGMENT_SIZE};
+use zram_core::{Algorithm, DISK_BYTES_MAX, MEM_LIMIT_MIN, PAGE_SIZE};
 use zram_vhost::{QUEUE_SIZE_DEFAULT, QUEUE_SIZE_MAX, QUEUES_MAX, Serial};
 
 use crate::size;
@@ -19,8 +19,6 @@ use crate::size;
 /// A path in a `sockaddr_un` has 108 bytes, the last of them zero (unix(7)).
 pub const SOCKET_PATH_BYTES_MAX: usize = 107;
 const QUEUE_SIZE_MIN: u16 = 2;
-/// Less than one segment of the arena could not hold a single page.
-const MEM_LIMIT_BYTES_MIN: u64 = SEGMENT_SIZE as u64;
 
 /// Everything the daemon was told, valid.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -34,7 +32,7 @@ pub struct Config {
     pub size_bytes_asked: u64,
     /// `size_bytes_asked` rounded up to whole pages.
     pub size_bytes: u64,
-    /// Host memory for the data. Bytes, whole pages, from one segment; `None` is no limit.
+    /// Host memory for the data. Bytes, 256 KiB to 16 TiB; `None` is no limit.
     pub mem_limit_bytes: Option<u64>,
     /// The codec.
     pub algorithm: Algorithm,
@@ -129,14 +127,14 @@ struct Arguments {
     #[arg(long, value_name = "SIZE", allow_negative_numbers = true, value_parser = disk_size)]
     size: u64,
 
-    /// The most host memory the disk's data may take, at least 64K [default: no limit]
+    /// The most host memory the disk's data may take, at least 256K [default: no limit]
     ///
-    /// Written like --size. Never exceeded: a write that needs more fails in the guest as an I/O error, and the old
-    /// content stays. The slot table comes on top: 8 bytes for each page, 2 MiB for each GiB of the disk.
+    /// Written like --size, used in steps of 64 KiB. Never exceeded: a write that needs more fails in the guest as an I/O
+    /// error, and the old content stays. The slot table comes on top: 8 bytes for each page, 2 MiB for each GiB of the disk.
     #[arg(long, value_name = "SIZE", allow_negative_numbers = true, value_parser = mem_limit)]
     mem_limit: Option<u64>,
 
-    /// Compression: lz4, zstd, or zstd(level=N)
+    /// Compression: lz4, zstd, or zstd(level=N) with N from -5 to 22
     ///
     /// lz4 is the fastest; zstd stores about half as much and takes two to three times as long.
     #[arg(long, value_name = "NAME", default_value = "lz4", value_parser = algorithm)]
@@ -240,9 +238,7 @@ impl Config {
             name,
             size_bytes_asked: arguments.size,
             size_bytes: arguments.size.next_multiple_of(PAGE_SIZE as u64),
-            mem_limit_bytes: arguments
-                .mem_limit
-                .map(|bytes| bytes.next_multiple_of(PAGE_SIZE as u64)),
+            mem_limit_bytes: arguments.mem_limit,
             algorithm: arguments.algorithm,
             num_queues: arguments.num_queues,
             queue_size_max: arguments.queue_size_max,
@@ -300,9 +296,9 @@ fn disk_size(text: &str) -> Result<u64, String> {
 fn mem_limit(text: &str) -> Result<u64, String> {
     in_range(
         size::parse(text)?,
-        MEM_LIMIT_BYTES_MIN,
+        MEM_LIMIT_MIN,
         DISK_BYTES_MAX,
-        "64K to 16T; leave the option out for no limit",
+        "256K to 16T; leave the option out for no limit",
     )
 }
 

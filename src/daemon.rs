@@ -10,11 +10,12 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
 use sd_notify::NotifyState;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGXFSZ};
 use signal_hook::{flag, low_level};
 use tracing::info;
-use zram_core::{Options, Zram};
+use zram_core::{CreateError, Options, Zram};
 use zram_vhost::{Device, DeviceConfig, Endpoint};
 
 use crate::config::{Config, EndpointConfig, Permissions, default_name};
@@ -86,7 +87,7 @@ impl Daemon {
         let signals =
             Signals::register().map_err(|error| Failure::new(format!("signals cannot be handled: {error}")))?;
         host::raise_descriptor_limit();
-        host::check_file_size_limit(config.size_bytes).map_err(Failure::new)?;
+        host::raise_file_size_limit();
 
         let Frontdoor {
             endpoint,
@@ -110,7 +111,7 @@ impl Daemon {
             mem_limit_bytes: config.mem_limit_bytes,
             algorithm: config.algorithm,
         })
-        .map_err(|error| Failure::new(format!("the store cannot be made: {error}")))?;
+        .map_err(|error| Failure::new(told(&error)))?;
         let device = Device::start(zram.clone(), endpoint, device_config(config, &name)?)
             .map_err(|error| Failure::new(format!("the device cannot be started: {error}")))?;
         let device_ended = device.ended().try_clone_to_owned().map_err(Failure::new)?;
@@ -166,7 +167,7 @@ impl Daemon {
                 PollFd::new(&self.signals.dump, PollFlags::IN),
             ];
             match poll(&mut sources, None) {
-                Err(rustix::io::Errno::INTR) => continue,
+                Err(Errno::INTR) => continue,
                 result => result?,
             };
             let [stop, ended, dump] = sources.map(|source| !source.revents().is_empty());
@@ -243,6 +244,17 @@ impl Frontdoor {
                 })
             }
         }
+    }
+}
+
+/// The store's errors with what lies beneath them, which says more.
+fn told(error: &CreateError) -> String {
+    match error {
+        CreateError::Map(cause) if cause.raw_os_error() == Some(Errno::FBIG.raw_os_error()) => {
+            host::file_size_limit_advice()
+        }
+        CreateError::Map(cause) => format!("{error}: {cause}"),
+        error => error.to_string(),
     }
 }
 

@@ -93,6 +93,9 @@ impl Disk {
             invalid_io: stats.invalid_io,
             notify_free: stats.notify_free,
             refused_writes: stats.refused_writes,
+            contexts_own: stats.contexts.own,
+            contexts_borrowed: stats.contexts.borrowed,
+            contexts_waited: stats.contexts.waited,
             num_queues: self.num_queues,
             queues_running: queues_running as u64,
             frontend: frontend.map(|frontend| Frontend {

@@ -12,20 +12,18 @@ pub fn raise_descriptor_limit() {
     raise(Resource::Nofile);
 }
 
-/// A memfd counts as a file, so RLIMIT_FSIZE bounds it: past it, growing one fails or kills the process with SIGXFSZ.
-///
-/// `file_bytes` is the least that the store's files need; the error is a sentence.
-pub fn check_file_size_limit(file_bytes: u64) -> Result<(), String> {
+/// Lifts the soft limit of file sizes to the hard one: a memfd counts as a file.
+pub fn raise_file_size_limit() {
     raise(Resource::Fsize);
-    match getrlimit(Resource::Fsize).current {
-        Some(limit) if limit < file_bytes => Err(format!(
-            "the limit of file sizes (RLIMIT_FSIZE, ulimit -f) is {}, and the store of this disk needs {}, for memory \
-             that is shared counts as a file; raise it (LimitFSIZE=infinity in a systemd unit)",
-            human_long(limit),
-            human_long(file_bytes)
-        )),
-        _ => Ok(()),
-    }
+}
+
+/// What to tell when the store's files cannot have their size because of RLIMIT_FSIZE, which an error alone does not name.
+pub fn file_size_limit_advice() -> String {
+    let limit = getrlimit(Resource::Fsize).current.map_or("not set".into(), human_long);
+    format!(
+        "the limit of file sizes (RLIMIT_FSIZE, ulimit -f) is {limit}, less than this disk needs, for shared memory counts \
+         as a file; raise it (LimitFSIZE=infinity in a systemd unit)"
+    )
 }
 
 fn raise(resource: Resource) {

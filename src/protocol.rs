@@ -101,6 +101,12 @@ pub struct DiskStats {
     pub notify_free: u64,
     /// Page writes refused because the limit was reached, since start.
     pub refused_writes: u64,
+    /// Page reads that took the worker's own decompression context.
+    pub contexts_own: u64,
+    /// Page reads that took another one, because their own was in use.
+    pub contexts_borrowed: u64,
+    /// Page reads that waited for one. Should stay 0.
+    pub contexts_waited: u64,
     /// Virtqueues offered.
     pub num_queues: u16,
     /// Virtqueues that a guest uses now.

@@ -176,9 +176,11 @@ fn exchange(path: &Path, command: &str) -> io::Result<String> {
         command: command.into(),
     })?;
     request.push(b'\n');
-    stream.write_all(&request)?;
+    // A daemon with too many clients says so and hangs up before it is asked: then the answer counts, not the question.
+    let sent = stream.write_all(&request);
     let mut answer = String::new();
     BufReader::new(stream.take(ANSWER_BYTES_MAX)).read_line(&mut answer)?;
+    sent.or_else(|error| if answer.is_empty() { Err(error) } else { Ok(()) })?;
     if answer.ends_with('\n') {
         Ok(answer)
     } else {

@@ -99,11 +99,11 @@ fn a_wrong_value_ends_with_one_line_that_names_the_flag_the_value_and_what_is_al
         ),
         (
             &arguments("/run/z", &["--mem-limit", "0"]),
-            &["--mem-limit", "'0'", "64K to 16T"],
+            &["--mem-limit", "'0'", "256K to 16T"],
         ),
         (
             &arguments("/run/z", &["--mem-limit", "4095"]),
-            &["--mem-limit", "4095", "64K to 16T"],
+            &["--mem-limit", "4095", "256K to 16T"],
         ),
         (
             &arguments("/run/z", &["--mem-limit", "half"]),

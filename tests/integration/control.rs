@@ -220,7 +220,7 @@ const BUSY: &str = concat!(
     r#""orig_data_size":1363148801,"compr_data_size":419430402,"mem_used_total":432013313,"mem_limit":1073741824,"#,
     r#""mem_used_max":432013314,"table_bytes":3145728,"total_bytes":435159041,"same_pages":5,"pages_compacted":6,"#,
     r#""huge_pages":7,"huge_pages_since":8,"failed_reads":9,"failed_writes":10,"invalid_io":11,"notify_free":12,"#,
-    r#""refused_writes":13,"num_queues":64,"queues_running":4,"frontend":{"pid":1234567,"command":"qemu-system-x86"},"#,
+    r#""refused_writes":13,"contexts_own":14,"contexts_borrowed":15,"contexts_waited":16,"num_queues":64,"queues_running":4,"frontend":{"pid":1234567,"command":"qemu-system-x86"},"#,
     r#""connections_total":1,"refused_connections":0,"failed_connections":0,"requests":{"reads":1,"writes":2,"#,
     r#""flushes":0,"get_ids":0,"discards":0,"write_zeroes":0,"unsupported":0,"io_errors":0,"sectors_read":0,"#,
     r#""sectors_written":0,"bad_chains":0,"broken_rings":0,"panics":0,"calls":0,"calls_lost":0},"new_field":1}"#,
