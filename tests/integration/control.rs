@@ -3,21 +3,25 @@
 use std::io::{BufRead, BufReader, ErrorKind, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use tempfile::tempdir;
+use vhost_user_zram::control;
+use vhost_user_zram::disk::Disk;
+use zram_core::{Algorithm, Options, Page, SlotIndex, Zram};
 
-use crate::program::{Daemon, PATIENCE, control, only_line, text, vzramctl, wait_for};
+use crate::program::{Daemon, PATIENCE, control as control_path, only_line, text, vzramctl, wait_for};
 
 /// A client of the control socket.
 struct Client(BufReader<UnixStream>);
 
 impl Client {
     fn connect(directory: &Path) -> Client {
-        let stream = UnixStream::connect(control(directory)).unwrap();
+        let stream = UnixStream::connect(control_path(directory)).unwrap();
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
         Client(BufReader::new(stream))
     }
@@ -141,7 +145,7 @@ fn what_is_wrong_is_answered_and_the_connection_goes_on() {
 fn a_line_without_end_closes_its_connection_only() {
     let directory = tempdir().unwrap();
     let _daemon = Daemon::start(directory.path(), &[]);
-    let mut endless = UnixStream::connect(control(directory.path())).unwrap();
+    let mut endless = UnixStream::connect(control_path(directory.path())).unwrap();
     endless.set_write_timeout(Some(PATIENCE)).unwrap();
     let block = [b'x'; 65536];
     let sent = (0..64).take_while(|_| endless.write_all(&block).is_ok()).count();
@@ -157,7 +161,7 @@ fn slow_clients_hold_up_nobody() {
     let _silent = Client::connect(directory.path());
     let mut halting = Client::connect(directory.path());
     halting.send(b"{\"comm");
-    let mut deaf = UnixStream::connect(control(directory.path())).unwrap();
+    let mut deaf = UnixStream::connect(control_path(directory.path())).unwrap();
     deaf.set_nonblocking(true).unwrap();
     let request = b"{\"command\":\"stats\"}\n".repeat(1000);
     wait_for("the deaf client's pipes are full", || match deaf.write(&request) {
@@ -186,7 +190,7 @@ fn too_many_clients_are_turned_away_until_some_leave() {
         Client::connect(directory.path()).receive()["error"]["kind"],
         "too-many-clients"
     );
-    let refused = vzramctl(["--control".as_ref(), control(directory.path()).as_os_str()]);
+    let refused = vzramctl(["--control".as_ref(), control_path(directory.path()).as_os_str()]);
     assert_eq!(refused.status.code(), Some(1));
     assert!(
         only_line(&refused).contains("at most 32 clients"),
@@ -195,7 +199,7 @@ fn too_many_clients_are_turned_away_until_some_leave() {
     );
     drop(clients);
     wait_for("a free place", || {
-        (vzramctl(["--control".as_ref(), control(directory.path()).as_os_str()])
+        (vzramctl(["--control".as_ref(), control_path(directory.path()).as_os_str()])
             .status
             .code()
             == Some(0))
@@ -205,7 +209,7 @@ fn too_many_clients_are_turned_away_until_some_leave() {
 
 /// A control socket that answers each connection's first line with `answer`, as a daemon of another make might.
 fn impostor(directory: &Path, answer: &'static str) {
-    let listener = UnixListener::bind(control(directory)).unwrap();
+    let listener = UnixListener::bind(control_path(directory)).unwrap();
     thread::spawn(move || {
         for mut stream in listener.incoming().flatten() {
             let _ = BufReader::new(&stream).read_line(&mut String::new());
@@ -228,7 +232,7 @@ const BUSY: &str = concat!(
 );
 
 fn ctl(directory: &Path, more: &[&str]) -> std::process::Output {
-    let path = control(directory);
+    let path = control_path(directory);
     vzramctl([&["--control", path.to_str().unwrap()], more].concat())
 }
 
@@ -295,6 +299,65 @@ fn the_table_in_bytes_and_the_json_are_the_same_numbers() {
     assert_table_is_json(&table, &serde_json::from_str(&json).unwrap());
 }
 
+/// A disk in this process that holds something of every kind, with its control socket.
+fn filled_disk(directory: &Path) -> Arc<Disk> {
+    let zram = Zram::create(&Options {
+        name: "filled".into(),
+        size_bytes: 64 << 20,
+        mem_limit_bytes: Some(1 << 20),
+        algorithm: Algorithm::Lz4,
+    })
+    .unwrap();
+    let mut worker = zram.worker().unwrap();
+    let mut page = Page::zeroed();
+    // Text shrinks, one byte over and over is same-filled, and noise fills the rest up to the limit.
+    let mut noise = 1u64;
+    for slot in 0..600 {
+        for (index, byte) in page.iter_mut().enumerate() {
+            noise = noise
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
+            *byte = match slot {
+                0..100 => b"all work and no play "[index % 21],
+                100..200 => 7,
+                _ => (noise >> 56) as u8,
+            };
+        }
+        let _ = worker.write_page(SlotIndex(slot), &page);
+    }
+    worker.discard(0..10);
+    worker.end_batch();
+    let disk = Arc::new(Disk::new("filled".into(), 64, false, zram.clone()));
+    control::serve(UnixListener::bind(control_path(directory)).unwrap(), disk.clone()).unwrap();
+    disk
+}
+
+#[test]
+fn a_disk_with_data_shows_the_same_numbers_everywhere() {
+    let directory = tempdir().unwrap();
+    let disk = filled_disk(directory.path());
+    let table = text(&ctl(directory.path(), &["--bytes"]).stdout);
+    let json = text(&ctl(directory.path(), &["--json"]).stdout);
+    let stats: Value = serde_json::from_str(&json).unwrap();
+    assert_table_is_json(&table, &stats);
+    assert_eq!(text(&ctl(directory.path(), &["mm-stat"]).stdout), disk.mm_stat());
+    for key in [
+        "orig_data_size",
+        "compr_data_size",
+        "mem_used_total",
+        "table_bytes",
+        "refused_writes",
+        "huge_pages",
+    ] {
+        assert_ne!(stats[key], 0, "{key}");
+    }
+    assert_eq!(stats["same_pages"], 100);
+    assert_eq!(stats["notify_free"], 10);
+    let number = |key: &str| stats[key].as_u64().unwrap();
+    assert_eq!(number("total_bytes"), number("mem_used_total") + number("table_bytes"));
+    assert!(number("mem_used_max") <= number("mem_limit"));
+}
+
 #[test]
 fn a_new_disk_has_a_table_too() {
     let directory = tempdir().unwrap();
@@ -337,7 +400,7 @@ fn several_disks_are_several_rows() {
     let (one, two) = (tempdir().unwrap(), tempdir().unwrap());
     let _first = Daemon::start(one.path(), &["--serial", "first"]);
     let _second = Daemon::start(two.path(), &["--serial", "second"]);
-    let paths = [control(one.path()), control(two.path())].map(|path| path.to_str().unwrap().to_string());
+    let paths = [control_path(one.path()), control_path(two.path())].map(|path| path.to_str().unwrap().to_string());
     let output = vzramctl(["--control", &paths[0], "--control", &paths[1]]);
     let table = text(&output.stdout);
     assert_eq!(table.lines().count(), 3);
@@ -355,7 +418,7 @@ fn several_disks_are_several_rows() {
 fn exit_codes_say_what_went_wrong_in_one_line() {
     let missing = tempdir().unwrap();
     let dead = tempdir().unwrap();
-    drop(UnixListener::bind(control(dead.path())).unwrap());
+    drop(UnixListener::bind(control_path(dead.path())).unwrap());
     let mute = tempdir().unwrap();
     impostor(mute.path(), "");
     let refusing = tempdir().unwrap();
