@@ -39,7 +39,7 @@ pub fn serve(listener: UnixListener, disk: Arc<Disk>) -> io::Result<()> {
                     Ok(()) => {}
                     // Out of descriptors or threads. The next try would fail at once: wait for some to come back.
                     Err(error) => {
-                        warn!("{}: a control client was turned away: {error}", disk.name());
+                        warn!(disk = disk.name(), "a control client was turned away: {error}");
                         thread::sleep(Duration::from_millis(100));
                     }
                 }
@@ -66,7 +66,7 @@ fn greet(mut stream: UnixStream, disk: &Arc<Disk>, clients: &Arc<AtomicUsize>) -
         .spawn(move || {
             let _seat = seat;
             if let Err(error) = converse(&stream, &disk) {
-                debug!("{}: a control client was let go: {error}", disk.name());
+                debug!(disk = disk.name(), "a control client was let go: {error}");
             }
         })?;
     Ok(())

@@ -144,11 +144,11 @@ impl Daemon {
             match self.next_event().map_err(Failure::new)? {
                 Event::Dump => self.dump(),
                 Event::DeviceEnded => {
-                    info!("{}: the frontend hung up", self.disk.name());
+                    info!(disk = self.disk.name(), "the frontend hung up");
                     break;
                 }
                 Event::Stop => {
-                    info!("{}: told to end", self.disk.name());
+                    info!(disk = self.disk.name(), "told to end");
                     break;
                 }
             }
@@ -186,7 +186,7 @@ impl Daemon {
 
     fn dump(&self) {
         let stats = serde_json::to_string(&self.disk.stats()).unwrap_or_default();
-        info!("{}: state: {stats}", self.disk.name());
+        info!(disk = self.disk.name(), "state: {stats}");
     }
 }
 

@@ -466,7 +466,7 @@ fn hup_pipe_and_usr1_do_not_end_it_and_usr1_logs_the_state() {
     for _ in 0..2 {
         daemon.signal(Signal::USR1);
         let line = daemon.hears("state: ");
-        let state = &line[line.find('{').unwrap()..];
+        let state = &line[line.find('{').unwrap()..=line.rfind('}').unwrap()];
         assert_eq!(
             serde_json::from_str::<serde_json::Value>(state).unwrap()["disksize"],
             16 << 20
