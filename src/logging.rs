@@ -2,6 +2,7 @@
 //! journal understands (`sd-daemon(3)`) instead of both.
 
 use std::fmt;
+use std::io::{self, Write};
 
 use rustix::fs::fstat;
 use tracing::{Event, Level, Subscriber};
@@ -16,7 +17,9 @@ pub fn start(level: LevelFilter) {
     let subscriber = FmtSubscriber::builder()
         .with_max_level(level)
         .with_ansi(false)
-        .with_writer(std::io::stderr)
+        .with_writer(io::stderr)
+        // It would complain with eprintln, which panics, when whoever read stderr is gone.
+        .log_internal_errors(false)
         .event_format(LineFormat {
             journal: stderr_is_journal(),
         })
@@ -27,11 +30,13 @@ pub fn start(level: LevelFilter) {
 
 /// Writes `vhost-user-zram: MESSAGE` to stderr: what a start has to say whether or not anything is logged.
 pub fn say(priority: Priority, message: &str) {
-    if stderr_is_journal() {
-        eprintln!("<{}>vhost-user-zram: {message}", priority as u8);
+    let prefix = if stderr_is_journal() {
+        format!("<{}>", priority as u8)
     } else {
-        eprintln!("vhost-user-zram: {message}");
-    }
+        String::new()
+    };
+    // Not eprintln: it panics when whoever read stderr is gone.
+    let _ = writeln!(io::stderr(), "{prefix}vhost-user-zram: {message}");
 }
 
 /// syslog(3)'s priorities, as far as they are used here.
@@ -66,7 +71,7 @@ fn stderr_is_journal() -> bool {
     let Ok(named) = std::env::var("JOURNAL_STREAM") else {
         return false;
     };
-    fstat(std::io::stderr()).is_ok_and(|stat| named == format!("{}:{}", stat.st_dev, stat.st_ino))
+    fstat(io::stderr()).is_ok_and(|stat| named == format!("{}:{}", stat.st_dev, stat.st_ino))
 }
 
 struct LineFormat {

@@ -276,5 +276,5 @@ fn print(text: &str) {
 }
 
 fn complain(message: &str) {
-    eprintln!("vzramctl: {message}");
+    let _ = writeln!(io::stderr(), "vzramctl: {message}");
 }

@@ -382,7 +382,7 @@ fn mode_and_group_are_there_from_the_first_moment() {
                     .args(["sh", DAEMON]);
                 command.args(arguments(
                     path.to_str().unwrap(),
-                    &["--socket-mode", "0640", "--socket-group"],
+                    &["--socket-mode", "0662", "--socket-group"],
                 ));
                 command.arg(group.to_string());
                 Daemon::spawn(command).end(Signal::TERM);
@@ -390,7 +390,7 @@ fn mode_and_group_are_there_from_the_first_moment() {
             stop.store(true, Ordering::Relaxed);
             watcher.join().unwrap()
         });
-        assert_eq!(seen, [(0o640, group)], "umask {mask}");
+        assert_eq!(seen, [(0o662, group)], "umask {mask}");
     }
 }
 
@@ -473,6 +473,28 @@ fn hup_pipe_and_usr1_do_not_end_it_and_usr1_logs_the_state() {
         );
     }
     assert_eq!(daemon.end(Signal::TERM).0.code(), Some(0));
+    assert_eq!(daemon.all_stderr().matches("state: ").count(), 2, "one for each signal");
+}
+
+#[test]
+fn it_outlives_whoever_reads_what_it_says() {
+    let directory = tempdir().unwrap();
+    let path = socket(directory.path());
+    let mut command = Command::new(DAEMON);
+    // The size makes it say something on stderr at start too.
+    command.args(["--size", "1000001", "--socket-path"]).arg(&path);
+    command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    drop((child.stdout.take(), child.stderr.take()));
+    wait_for("it listens", || UnixStream::connect(&path).ok());
+    let pid = rustix::process::Pid::from_child(&child);
+    rustix::process::kill_process(pid, Signal::USR1).unwrap();
+    // It logs that it was told to end as well.
+    rustix::process::kill_process(pid, Signal::TERM).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(0));
 }
 
 #[test]
@@ -481,7 +503,7 @@ fn the_log_level_is_obeyed() {
     let mut daemon = Daemon::start(directory.path(), &["--log-level", "off"]);
     daemon.signal(Signal::USR1);
     daemon.end(Signal::TERM);
-    assert_eq!(daemon.stderr_so_far(), "");
+    assert_eq!(daemon.all_stderr(), "");
 }
 
 #[test]

@@ -161,6 +161,14 @@ impl Daemon {
         panic!("no line with {part:?} among {:?}", self.stderr_lines);
     }
 
+    /// All that it said on stderr, once it has ended.
+    pub fn all_stderr(&mut self) -> String {
+        while let Ok(line) = self.stderr.recv_timeout(PATIENCE) {
+            self.stderr_lines.push(line);
+        }
+        self.stderr_lines.join("\n")
+    }
+
     /// All that came on stderr by now.
     pub fn stderr_so_far(&mut self) -> String {
         self.stderr_lines.extend(self.stderr.try_iter());
