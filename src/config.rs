@@ -1,0 +1,383 @@
+//! The command line of the daemon, made into one [`Config`]. Every value is checked here and nowhere else; what the rest of
+//! the daemon gets is in range. Nothing here opens or creates anything; the only look at the host is for a group's number.
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use clap::builder::PossibleValuesParser;
+use clap::error::ErrorKind;
+use clap::{ArgGroup, Parser};
+use nix::unistd::Group;
+use rustix::fs::Gid;
+use tracing_subscriber::filter::LevelFilter;
+use zram_core::{Algorithm, DISK_BYTES_MAX, MEM_LIMIT_MIN, PAGE_SIZE};
+use zram_vhost::{QUEUE_SIZE_DEFAULT, QUEUE_SIZE_MAX, QUEUES_MAX, Serial};
+
+use crate::size;
+
+/// A path in a `sockaddr_un` has 108 bytes, the last of them zero (unix(7)).
+pub const SOCKET_PATH_BYTES_MAX: usize = 107;
+const QUEUE_SIZE_MIN: u16 = 2;
+
+/// Everything the daemon was told, valid.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Config {
+    /// Where frontends come from.
+    pub endpoint: EndpointConfig,
+    /// The disk's one name: in log lines, threads and tables, and its serial in the guest. Unknown until the socket is
+    /// when the socket is inherited and no `--serial` was given.
+    pub name: Option<String>,
+    /// As asked for. Bytes, 1..=16 TiB.
+    pub size_bytes_asked: u64,
+    /// `size_bytes_asked` rounded up to whole pages.
+    pub size_bytes: u64,
+    /// Host memory for the data. Bytes, 256 KiB to 16 TiB; `None` is no limit.
+    pub mem_limit_bytes: Option<u64>,
+    /// The codec.
+    pub algorithm: Algorithm,
+    /// The most queues offered, 1..=64.
+    pub num_queues: u16,
+    /// The most entries of a queue, a power of two, 2..=32768.
+    pub queue_size_max: u16,
+    /// Whether guests may only read.
+    pub read_only: bool,
+    /// Bytes, 512 or 4096.
+    pub logical_block_size: u32,
+    /// Where the control socket goes.
+    pub control_path: Option<PathBuf>,
+    /// The least urgent lines that are logged.
+    pub log_level: LevelFilter,
+}
+
+/// Where frontends come from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum EndpointConfig {
+    /// A socket to be made at this path.
+    Path(PathBuf, Permissions),
+    /// An inherited descriptor: 0, or 3 and up.
+    Inherited(i32),
+}
+
+/// What a socket's file gets before anybody can see it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Permissions {
+    /// Permission bits, 0..=0o777.
+    pub mode: u32,
+    /// The group; `None` leaves the daemon's own.
+    pub group: Option<Gid>,
+}
+
+/// What a command line asks for.
+#[derive(Debug)]
+pub enum Invocation {
+    /// Serve this disk.
+    Serve(Config),
+    /// Print this on stdout and end well: help, version, capabilities.
+    Print(String),
+    /// A usage error: one line that names flag, value and what would be allowed.
+    Refuse(String),
+}
+
+/// Per QEMU's docs/interop/vhost-user.json.
+const CAPABILITIES: &str = "{\n  \"type\": \"block\",\n  \"features\": [\n    \"read-only\"\n  ]\n}\n";
+
+/// Reads a command line, the program's name included.
+pub fn parse(arguments: impl IntoIterator<Item = OsString>) -> Invocation {
+    let arguments: Vec<OsString> = arguments.into_iter().collect();
+    // QEMU's conventions for backend programs: with this option all others are ignored, valid or not.
+    if arguments.iter().any(|argument| argument == "--print-capabilities") {
+        return Invocation::Print(CAPABILITIES.into());
+    }
+    match Arguments::try_parse_from(arguments) {
+        Ok(arguments) => Config::new(arguments).map_or_else(Invocation::Refuse, Invocation::Serve),
+        Err(error) => match error.kind() {
+            ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => Invocation::Print(error.to_string()),
+            _ => Invocation::Refuse(one_line(&error)),
+        },
+    }
+}
+
+/// Serves a virtual machine a RAM disk whose content lies compressed in this host's memory.
+///
+/// The disk is a virtio-blk device, served over vhost-user to QEMU or cloud-hypervisor; once it listens, the daemon
+/// prints the arguments that attach it. It stays in the foreground until SIGTERM or SIGINT, and its content goes with it.
+#[derive(Parser, Debug)]
+#[command(name = "vhost-user-zram", version, max_term_width = 80, after_long_help = AFTER_HELP)]
+#[command(group = ArgGroup::new("endpoint").required(true).args(["socket_path", "fd"]))]
+struct Arguments {
+    /// Make a Unix socket at PATH and wait there for frontends, one at a time
+    ///
+    /// A socket that nobody listens on any more is replaced; one that somebody listens on, or any other file, is left
+    /// alone and refused. At most 107 bytes.
+    #[arg(long, value_name = "PATH", value_parser = socket_path)]
+    socket_path: Option<PathBuf>,
+
+    /// Use the inherited socket N instead: a listening one, or one that is already connected
+    ///
+    /// A listening socket is served like a path. A connected one is served until the frontend hangs up; then the daemon
+    /// ends with exit code 0. N is 0, or 3 and up.
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = inherited_descriptor)]
+    fd: Option<i32>,
+
+    /// Size of the disk as the guest sees it, 1 byte to 16T
+    ///
+    /// In bytes, or with a unit: K, M, G, T or KiB, MiB, GiB, TiB, powers of 1024. Rounded up to whole pages of 4 KiB.
+    /// This is not memory: a page costs some only once it was written.
+    #[arg(long, value_name = "SIZE", allow_negative_numbers = true, value_parser = disk_size)]
+    size: u64,
+
+    /// The most host memory the disk's data may take, at least 256K [default: no limit]
+    ///
+    /// Written like --size, used in steps of 64 KiB. Never exceeded: a write that needs more fails in the guest as an I/O
+    /// error, and the old content stays. The slot table comes on top: 8 bytes for each page, 2 MiB for each GiB of the disk.
+    #[arg(long, value_name = "SIZE", allow_negative_numbers = true, value_parser = mem_limit)]
+    mem_limit: Option<u64>,
+
+    /// Compression: lz4, zstd, or zstd(level=N) with N from -5 to 22
+    ///
+    /// lz4 is the fastest; zstd stores about half as much and takes two to three times as long.
+    #[arg(long, value_name = "NAME", default_value = "lz4", value_parser = algorithm)]
+    algorithm: Algorithm,
+
+    /// The most virtqueues offered, 1 to 64
+    ///
+    /// QEMU takes one per vCPU and refuses a disk that offers fewer. A queue that is not used costs nothing.
+    #[arg(long, value_name = "N", default_value_t = QUEUES_MAX, allow_negative_numbers = true,
+          value_parser = clap::value_parser!(u16).range(1..=64))]
+    num_queues: u16,
+
+    /// The most entries of a virtqueue, a power of two, 2 to 32768
+    #[arg(long, value_name = "N", default_value_t = QUEUE_SIZE_DEFAULT, allow_negative_numbers = true, value_parser = queue_size)]
+    queue_size_max: u16,
+
+    /// Let guests read only
+    #[arg(long)]
+    read_only: bool,
+
+    /// Serial number of the disk in the guest, and its name here: 1 to 20 printable ASCII characters, no spaces
+    ///
+    /// Left out, it is the socket's file name without its suffix; where that does not fit, its beginning and a hash of the
+    /// whole path. Guests find the disk as /dev/disk/by-id/virtio-TEXT.
+    #[arg(long, value_name = "TEXT", value_parser = serial)]
+    serial: Option<String>,
+
+    /// Smallest unit in which guests read and write, in bytes: 512 or 4096
+    ///
+    /// Writes smaller than 4096 bytes cost a read and a whole new page.
+    #[arg(long, value_name = "BYTES", default_value = "4096", value_parser = PossibleValuesParser::new(["512", "4096"]))]
+    logical_block_size: String,
+
+    /// Group that owns the socket, by name or number [default: the daemon's own]
+    #[arg(long, value_name = "NAME", value_parser = group, conflicts_with = "fd")]
+    socket_group: Option<u32>,
+
+    /// Permission bits of the socket, octal, 0 to 777 [default: 0660]
+    ///
+    /// Mode and group are set before the socket can be seen, whatever the umask.
+    #[arg(long, value_name = "OCTAL", allow_negative_numbers = true, value_parser = socket_mode, conflicts_with = "fd")]
+    socket_mode: Option<u32>,
+
+    /// Answer vzramctl on a Unix socket at PATH, which only the daemon's user can open (mode 0600)
+    #[arg(long, value_name = "PATH", value_parser = socket_path)]
+    control_path: Option<PathBuf>,
+
+    /// The least urgent lines that are logged to stderr: off, error, warn, info, debug or trace
+    #[arg(long, value_name = "LEVEL", default_value = "info", hide_possible_values = true,
+          value_parser = PossibleValuesParser::new(["off", "error", "warn", "info", "debug", "trace"]))]
+    log_level: String,
+
+    /// Print what this program can do as JSON, as QEMU's conventions ask, and end. All other options are ignored
+    #[arg(long)]
+    print_capabilities: bool,
+}
+
+const AFTER_HELP: &str = "\
+Signals:
+  SIGTERM, SIGINT  end within a second and remove the sockets; a second one ends
+                   at once and leaves them
+  SIGUSR1          write the state of the disk to the log, at level info
+  SIGHUP, SIGPIPE  ignored
+
+Exit codes:
+  0  ended by a signal, or the connected socket of --fd was closed
+  1  failed at run time: the socket is in use, memory was refused, ...
+  2  the command line is wrong";
+
+impl Config {
+    fn new(arguments: Arguments) -> Result<Config, String> {
+        let endpoint = match (arguments.socket_path, arguments.fd) {
+            (Some(path), _) => EndpointConfig::Path(
+                path,
+                Permissions {
+                    mode: arguments.socket_mode.unwrap_or(0o660),
+                    group: arguments.socket_group.map(Gid::from_raw),
+                },
+            ),
+            (None, Some(number)) => EndpointConfig::Inherited(number),
+            (None, None) => return Err("--socket-path PATH or --fd N is needed".into()),
+        };
+        if let EndpointConfig::Path(path, _) = &endpoint
+            && arguments
+                .control_path
+                .as_ref()
+                .is_some_and(|control| absolute(control) == absolute(path))
+        {
+            return Err(format!(
+                "--control-path '{}' is the --socket-path too; they must differ",
+                path.display()
+            ));
+        }
+        let name = match (&endpoint, arguments.serial) {
+            (_, Some(serial)) => Some(serial),
+            (EndpointConfig::Path(path, _), None) => Some(default_name(path)),
+            (EndpointConfig::Inherited(_), None) => None,
+        };
+        Ok(Config {
+            endpoint,
+            name,
+            size_bytes_asked: arguments.size,
+            size_bytes: arguments.size.next_multiple_of(PAGE_SIZE as u64),
+            mem_limit_bytes: arguments.mem_limit,
+            algorithm: arguments.algorithm,
+            num_queues: arguments.num_queues,
+            queue_size_max: arguments.queue_size_max,
+            read_only: arguments.read_only,
+            logical_block_size: if arguments.logical_block_size == "512" {
+                512
+            } else {
+                4096
+            },
+            control_path: arguments.control_path,
+            log_level: arguments
+                .log_level
+                .parse()
+                .map_err(|_| "--log-level is not a level".to_string())?,
+        })
+    }
+}
+
+/// The socket's file name without its suffix, made fit to be a serial.
+///
+/// Two sockets whose names differ only where a serial would be cut, or only in bytes that a serial cannot have, get
+/// different names: the hash of the whole path stands at the end. It must not change from one version to the next, for
+/// guests find their disks by it.
+pub fn default_name(path: &Path) -> String {
+    let stem = path.file_stem().unwrap_or(OsStr::new("zram")).as_bytes();
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._".contains(&byte);
+    let fit: String = stem
+        .iter()
+        .map(|&byte| if plain(byte) { char::from(byte) } else { '_' })
+        .collect();
+    if fit.as_bytes() == stem && stem.len() <= Serial::BYTES {
+        return fit;
+    }
+    let hash = fnv1a(absolute(path).as_os_str().as_bytes());
+    let kept = fit.len().min(Serial::BYTES - "-01234567".len());
+    format!("{}-{:08x}", &fit[..kept], (hash >> 32) as u32 ^ hash as u32)
+}
+
+/// FNV-1a, 64 bits: short, and the same for ever, which the hashes of the standard library do not promise.
+fn fnv1a(bytes: &[u8]) -> u64 {
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, &byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
+    })
+}
+
+/// The path from the root, whether or not it exists.
+pub fn absolute(path: &Path) -> PathBuf {
+    std::path::absolute(path).unwrap_or_else(|_| path.into())
+}
+
+fn disk_size(text: &str) -> Result<u64, String> {
+    in_range(size::parse(text)?, 1, DISK_BYTES_MAX, "1 byte to 16T")
+}
+
+fn mem_limit(text: &str) -> Result<u64, String> {
+    in_range(
+        size::parse(text)?,
+        MEM_LIMIT_MIN,
+        DISK_BYTES_MAX,
+        "256K to 16T; leave the option out for no limit",
+    )
+}
+
+fn in_range(value: u64, min: u64, max: u64, range: &str) -> Result<u64, String> {
+    if (min..=max).contains(&value) {
+        Ok(value)
+    } else {
+        Err(format!("allowed is {range}"))
+    }
+}
+
+fn algorithm(text: &str) -> Result<Algorithm, String> {
+    text.parse()
+        .map_err(|error: zram_core::ParseAlgorithmError| error.to_string())
+}
+
+fn queue_size(text: &str) -> Result<u16, String> {
+    text.parse()
+        .ok()
+        .filter(|size: &u16| size.is_power_of_two() && (QUEUE_SIZE_MIN..=QUEUE_SIZE_MAX).contains(size))
+        .ok_or_else(|| format!("allowed are powers of two from {QUEUE_SIZE_MIN} to {QUEUE_SIZE_MAX}"))
+}
+
+fn serial(text: &str) -> Result<String, String> {
+    text.parse::<Serial>()
+        .map(|_| text.to_string())
+        .map_err(|error| error.to_string())
+}
+
+fn socket_path(text: &str) -> Result<PathBuf, String> {
+    match text.len() {
+        1..=SOCKET_PATH_BYTES_MAX if !text.ends_with('/') => Ok(text.into()),
+        1..=SOCKET_PATH_BYTES_MAX => Err("allowed is the path of a file".into()),
+        _ => Err(format!(
+            "allowed are 1 to {SOCKET_PATH_BYTES_MAX} bytes, the most a Unix socket's path can have"
+        )),
+    }
+}
+
+fn inherited_descriptor(text: &str) -> Result<i32, String> {
+    text.parse()
+        .ok()
+        .filter(|&number: &i32| number == 0 || number > 2)
+        .ok_or_else(|| {
+            "allowed is the number of an open descriptor: 0, or 3 and up (1 and 2 are stdout and stderr)".into()
+        })
+}
+
+fn socket_mode(text: &str) -> Result<u32, String> {
+    let digits = text.strip_prefix("0o").unwrap_or(text);
+    u32::from_str_radix(digits, 8)
+        .ok()
+        .filter(|&mode| mode <= 0o777 && digits.bytes().all(|byte| byte.is_ascii_digit()))
+        .ok_or_else(|| "allowed is an octal number from 0 to 777, such as 0660".into())
+}
+
+fn group(text: &str) -> Result<u32, String> {
+    match Group::from_name(text) {
+        Ok(Some(group)) => Ok(group.gid.as_raw()),
+        // u32::MAX means "leave it" to chown(2).
+        Ok(None) => {
+            text.parse().ok().filter(|&gid| gid != u32::MAX).ok_or_else(|| {
+                "allowed is the name of a group of this host, or a number; there is no such group".into()
+            })
+        }
+        Err(error) => Err(format!("the groups of this host cannot be read: {error}")),
+    }
+}
+
+/// clap explains itself over several lines. Whoever starts a daemon looks at one line of a journal: this keeps what was
+/// wrong and what would be right.
+pub fn one_line(error: &clap::Error) -> String {
+    let text = error.to_string();
+    let told = text
+        .lines()
+        .map(str::trim)
+        .take_while(|line| !line.starts_with("Usage:"));
+    let parts: Vec<&str> = told
+        .filter(|line| !line.is_empty() && !line.starts_with("For more information"))
+        .collect();
+    parts.join(" ").trim_start_matches("error: ").replace(" tip: ", "; ")
+}

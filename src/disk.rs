@@ -1,0 +1,149 @@
+//! The disk as the threads of the daemon share it: the store, and the device while it is served. Asking for its numbers
+//! never waits for I/O.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use zram_core::Zram;
+use zram_vhost::{Device, DeviceStatus, RequestCounts};
+
+use crate::protocol::{DiskStats, Frontend, Requests};
+
+/// A served disk.
+pub struct Disk {
+    name: String,
+    num_queues: u16,
+    read_only: bool,
+    zram: Arc<Zram>,
+    // Held for as long as a status takes to read, by control threads and at the end; no thread of the device takes it.
+    device: Mutex<Option<Device>>,
+}
+
+impl Disk {
+    /// A disk over `zram` that is not served yet.
+    pub fn new(name: String, num_queues: u16, read_only: bool, zram: Arc<Zram>) -> Disk {
+        Disk {
+            name,
+            num_queues,
+            read_only,
+            zram,
+            device: Mutex::new(None),
+        }
+    }
+
+    /// For log lines.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// From now on the status is this device's.
+    pub fn attach(&self, device: Device) {
+        *self.device.lock().unwrap_or_else(PoisonError::into_inner) = Some(device);
+    }
+
+    /// Stops serving. Returns within a second.
+    pub fn stop(&self) {
+        let device = self.device.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(device) = device {
+            device.stop();
+        }
+    }
+
+    /// zram's `mm_stat` line.
+    pub fn mm_stat(&self) -> String {
+        self.zram.stats().mm_stat()
+    }
+
+    /// zram's `io_stat` line.
+    pub fn io_stat(&self) -> String {
+        self.zram.stats().io_stat()
+    }
+
+    /// All numbers.
+    pub fn stats(&self) -> DiskStats {
+        let stats = self.zram.stats();
+        let device = self.device.lock().unwrap_or_else(PoisonError::into_inner);
+        let status = device.as_ref().map(Device::status).unwrap_or_default();
+        drop(device);
+        let DeviceStatus {
+            queues_running,
+            frontend,
+            connections_total,
+            refused_connections,
+            failed_connections,
+            requests,
+        } = status;
+        DiskStats {
+            name: self.name.clone(),
+            disksize: self.zram.size_bytes(),
+            algorithm: self.zram.algorithm().to_string(),
+            read_only: self.read_only,
+            orig_data_size: stats.orig_data_size,
+            compr_data_size: stats.compr_data_size,
+            mem_used_total: stats.mem_used_total,
+            mem_limit: stats.mem_limit,
+            mem_used_max: stats.mem_used_max,
+            table_bytes: stats.table_bytes,
+            total_bytes: stats.mem_used_total + stats.table_bytes,
+            same_pages: stats.same_pages,
+            pages_compacted: stats.pages_compacted,
+            huge_pages: stats.huge_pages,
+            huge_pages_since: stats.huge_pages_since,
+            failed_reads: stats.failed_reads,
+            failed_writes: stats.failed_writes,
+            invalid_io: stats.invalid_io,
+            notify_free: stats.notify_free,
+            refused_writes: stats.refused_writes,
+            contexts_own: stats.contexts.own,
+            contexts_borrowed: stats.contexts.borrowed,
+            contexts_waited: stats.contexts.waited,
+            num_queues: self.num_queues,
+            queues_running: queues_running as u64,
+            frontend: frontend.map(|frontend| Frontend {
+                pid: frontend.pid,
+                command: frontend.command,
+            }),
+            connections_total,
+            refused_connections,
+            failed_connections,
+            requests: requests_of(requests),
+        }
+    }
+}
+
+fn requests_of(counts: RequestCounts) -> Requests {
+    // Taken apart in full, so that a new counter cannot be forgotten here.
+    let RequestCounts {
+        reads,
+        writes,
+        flushes,
+        get_ids,
+        discards,
+        write_zeroes,
+        unsupported,
+        io_errors,
+        sectors_read,
+        sectors_written,
+        bad_chains,
+        broken_rings,
+        panics,
+        calls,
+        calls_lost,
+    } = counts;
+    Requests {
+        reads,
+        writes,
+        flushes,
+        get_ids,
+        discards,
+        write_zeroes,
+        unsupported,
+        io_errors,
+        sectors_read,
+        sectors_written,
+        bad_chains,
+        broken_rings,
+        panics,
+        calls,
+        calls_lost,
+    }
+}

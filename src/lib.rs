@@ -1,0 +1,26 @@
+//! The daemon around a compressed RAM disk: arguments, wiring, signals, control socket. No logic of storage and none of
+//! virtio lives here; those are `zram-core` and `zram-vhost`.
+//!
+//! A map, in the order in which a start passes through the rooms:
+//!
+//! - [`config`]: the command line -> one [`config::Config`], validated once
+//! - [`logging`]: where log lines go and what they look like
+//! - [`host`]: what the host must grant: descriptors, file size, memory
+//! - [`socket`]: sockets on paths (mode and group before they can be seen, stale ones replaced) and inherited ones
+//! - [`daemon`]: builds the disk, serves it, ends
+//! - [`announce`]: the block that a start prints, and its hints
+//! - [`disk`]: the store and its device, as the threads of the daemon share them
+//! - [`control`]: answers on the control socket; [`protocol`] has its messages, which `vzramctl` shares
+//! - [`size`]: bytes as people write and read them
+#![forbid(unsafe_code)]
+
+pub mod announce;
+pub mod config;
+pub mod control;
+pub mod daemon;
+pub mod disk;
+pub mod host;
+pub mod logging;
+pub mod protocol;
+pub mod size;
+pub mod socket;

@@ -1,0 +1,97 @@
+//! Log lines on stderr, one line an event: the time and the level, or, when stderr is the journal, the priority that the
+//! journal understands (`sd-daemon(3)`) instead of both.
+
+use std::fmt;
+use std::io::{self, Write};
+
+use rustix::fs::fstat;
+use tracing::{Event, Level, Subscriber};
+use tracing_subscriber::filter::LevelFilter;
+use tracing_subscriber::fmt::format::{FormatEvent, FormatFields, Writer};
+use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
+use tracing_subscriber::fmt::{FmtContext, Subscriber as FmtSubscriber};
+use tracing_subscriber::registry::LookupSpan;
+
+/// Sends all that is at least as urgent as `level` to stderr, from now on.
+pub fn start(level: LevelFilter) {
+    let subscriber = FmtSubscriber::builder()
+        .with_max_level(level)
+        .with_ansi(false)
+        .with_writer(io::stderr)
+        // It would complain with eprintln, which panics, when whoever read stderr is gone.
+        .log_internal_errors(false)
+        .event_format(LineFormat {
+            journal: stderr_is_journal(),
+        })
+        .finish();
+    // Fails when one is set already, as in a test that starts twice in one process: the first one stays.
+    let _ = tracing::subscriber::set_global_default(subscriber);
+}
+
+/// Writes `vhost-user-zram: MESSAGE` to stderr: what a start has to say whether or not anything is logged.
+pub fn say(priority: Priority, message: &str) {
+    let prefix = if stderr_is_journal() {
+        format!("<{}>", priority as u8)
+    } else {
+        String::new()
+    };
+    // Not eprintln: it panics when whoever read stderr is gone.
+    let _ = writeln!(io::stderr(), "{prefix}vhost-user-zram: {message}");
+}
+
+/// syslog(3)'s priorities, as far as they are used here.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Priority {
+    /// Something failed.
+    Error = 3,
+    /// Something looks wrong.
+    Warning = 4,
+    /// Worth knowing.
+    Notice = 5,
+    /// Everyday events.
+    Info = 6,
+    /// For those who look for a fault.
+    Debug = 7,
+}
+
+impl From<Level> for Priority {
+    fn from(level: Level) -> Priority {
+        match level {
+            Level::ERROR => Priority::Error,
+            Level::WARN => Priority::Warning,
+            Level::INFO => Priority::Info,
+            Level::DEBUG | Level::TRACE => Priority::Debug,
+        }
+    }
+}
+
+/// systemd says in JOURNAL_STREAM which file it gave as stderr or stdout. A program further down may have another one, so
+/// the numbers are compared (systemd.exec(5)).
+fn stderr_is_journal() -> bool {
+    let Ok(named) = std::env::var("JOURNAL_STREAM") else {
+        return false;
+    };
+    fstat(io::stderr()).is_ok_and(|stat| named == format!("{}:{}", stat.st_dev, stat.st_ino))
+}
+
+struct LineFormat {
+    journal: bool,
+}
+
+impl<S, N> FormatEvent<S, N> for LineFormat
+where
+    S: Subscriber + for<'a> LookupSpan<'a>,
+    N: for<'a> FormatFields<'a> + 'static,
+{
+    fn format_event(&self, context: &FmtContext<'_, S, N>, mut out: Writer<'_>, event: &Event<'_>) -> fmt::Result {
+        let level = *event.metadata().level();
+        if self.journal {
+            write!(out, "<{}>", Priority::from(level) as u8)?;
+        } else {
+            SystemTime.format_time(&mut out)?;
+            write!(out, " {level:>5} ")?;
+        }
+        context.format_fields(out.by_ref(), event)?;
+        writeln!(out)
+    }
+}

@@ -1,0 +1,157 @@
+//! The messages of the control socket: one JSON object a line, a request and its answer. `docs/control.md` tells it to
+//! people who write clients.
+
+use serde::{Deserialize, Serialize};
+
+/// Goes up when a client that knew the old messages would misread the new ones. New fields do not count.
+pub const PROTOCOL_VERSION: u32 = 1;
+
+/// The longest request, its newline not counted.
+pub const REQUEST_BYTES_MAX: usize = 4096;
+
+/// What a client asks.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Request {
+    /// `version`, `stats`, `mm-stat` or `io-stat`.
+    pub command: String,
+}
+
+/// The answer to `version`.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Version {
+    /// The daemon's.
+    pub version: String,
+    /// See [`PROTOCOL_VERSION`].
+    pub protocol: u32,
+}
+
+/// The answer to `mm-stat`: zram's line of that name.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct MmStat {
+    /// Newline included.
+    pub mm_stat: String,
+}
+
+/// The answer to `io-stat`: zram's line of that name.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct IoStat {
+    /// Newline included.
+    pub io_stat: String,
+}
+
+/// The answer to anything that cannot be answered.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Refusal {
+    /// Why.
+    pub error: ErrorBody,
+}
+
+/// Why a request was refused.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct ErrorBody {
+    /// For programs: `bad-request`, `line-too-long`, `unknown-command` or `too-many-clients`.
+    pub kind: String,
+    /// For people.
+    pub message: String,
+}
+
+/// The answer to `stats`. Names and meanings are zram's where zram has them; sizes are in bytes.
+///
+/// The numbers are read one after the other while guests go on writing, so sums may be off by what is on its way.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct DiskStats {
+    /// The disk's name.
+    pub name: String,
+    /// Size of the disk as the guest sees it.
+    pub disksize: u64,
+    /// As the `--algorithm` option takes it.
+    pub algorithm: String,
+    /// Whether guests may only read.
+    pub read_only: bool,
+    /// Data stored, uncompressed: pages in use times 4096, same-filled ones included.
+    pub orig_data_size: u64,
+    /// Data stored, as it is kept: the sum of the objects' sizes.
+    pub compr_data_size: u64,
+    /// Host memory that holds the objects.
+    pub mem_used_total: u64,
+    /// The most that `mem_used_total` may be; 0 is no limit.
+    pub mem_limit: u64,
+    /// The most that `mem_used_total` has been.
+    pub mem_used_max: u64,
+    /// Host memory of the slot table, as far as it was touched.
+    pub table_bytes: u64,
+    /// All host memory that the disk holds now: `mem_used_total` and `table_bytes`.
+    pub total_bytes: u64,
+    /// Pages filled with one 64-bit word. They take no object, or one of 8 bytes.
+    pub same_pages: u64,
+    /// OS pages that compaction gave back, since start.
+    pub pages_compacted: u64,
+    /// Pages kept as they are because they do not shrink.
+    pub huge_pages: u64,
+    /// Writes that ended as huge, since start.
+    pub huge_pages_since: u64,
+    /// Read requests that failed, since start.
+    pub failed_reads: u64,
+    /// Write requests that failed, since start.
+    pub failed_writes: u64,
+    /// Requests outside the disk or not in whole sectors, since start.
+    pub invalid_io: u64,
+    /// Pages freed by discard and write-zeroes, since start.
+    pub notify_free: u64,
+    /// Page writes refused because the limit was reached, since start.
+    pub refused_writes: u64,
+    /// Page reads that took the worker's own decompression context.
+    pub contexts_own: u64,
+    /// Page reads that took another one, because their own was in use.
+    pub contexts_borrowed: u64,
+    /// Page reads that waited for one. Should stay 0.
+    pub contexts_waited: u64,
+    /// Virtqueues offered.
+    pub num_queues: u16,
+    /// Virtqueues that a guest uses now.
+    pub queues_running: u64,
+    /// Who is connected.
+    pub frontend: Option<Frontend>,
+    /// Connections served since start, the present one included.
+    pub connections_total: u64,
+    /// Connections closed at once because another one was alive.
+    pub refused_connections: u64,
+    /// Connections closed because of what the frontend sent or failed to send.
+    pub failed_connections: u64,
+    /// What the guests asked.
+    pub requests: Requests,
+}
+
+/// The process at the other end.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Frontend {
+    /// When it connected.
+    pub pid: i32,
+    /// Empty if it could not be read.
+    pub command: String,
+}
+
+/// Requests and mishaps of all queues since the daemon started.
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[expect(
+    missing_docs,
+    reason = "the device's own counters, under the names and meanings of zram_vhost::RequestCounts"
+)]
+pub struct Requests {
+    pub reads: u64,
+    pub writes: u64,
+    pub flushes: u64,
+    pub get_ids: u64,
+    pub discards: u64,
+    pub write_zeroes: u64,
+    pub unsupported: u64,
+    pub io_errors: u64,
+    pub sectors_read: u64,
+    pub sectors_written: u64,
+    pub bad_chains: u64,
+    pub broken_rings: u64,
+    pub panics: u64,
+    pub calls: u64,
+    pub calls_lost: u64,
+}
