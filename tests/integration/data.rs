@@ -128,7 +128,7 @@ fn a_request_may_have_126_segments_of_odd_lengths() {
     for indirect in [false, true] {
         let mut write = Request::write(800, &data).cut(&with_header, &[]);
         write.indirect = indirect;
-        assert_eq!(answer(&mut queue, &write), (OK, 1));
+        assert_eq!(answer(&mut queue, &write), (OK, 1), "indirect: {indirect}");
         let mut read = Request::read(800, data.len());
         // The last segment is cut from the status byte.
         let last = data.len() - odd.iter().sum::<usize>();
@@ -146,9 +146,9 @@ fn an_empty_descriptor_in_a_chain_is_an_empty_segment() {
     let (_backend, mut queue, _guest) = disk(&[]);
     let page = Dice::new().bytes(PAGE);
     queue.write(0, &page);
-    let header = queue.place(&[0; 16]);
-    let data = queue.place(&[0; PAGE]);
-    let status = queue.place(&[UNTOUCHED]);
+    let header = queue.keep(&[0; 16]);
+    let data = queue.keep(&[0; PAGE]);
+    let status = queue.keep(&[UNTOUCHED]);
     queue.describe(120, descriptor(header, 16, NEXT, 121));
     queue.describe(121, descriptor(data, 0, NEXT | WRITE, 122));
     queue.describe(122, descriptor(data, PAGE as u32, NEXT | WRITE, 123));
@@ -173,9 +173,9 @@ fn a_buffer_may_cross_two_regions_that_touch() {
     let (_backend, mut queue, _guest) = disk(&[]);
     let page = Dice::new().bytes(PAGE);
     queue.write(0, &page);
-    let header = queue.place(&[0; 16]);
+    let header = queue.keep(&[0; 16]);
     let data = SEAM - 1001;
-    let status = queue.place(&[UNTOUCHED]);
+    let status = queue.keep(&[UNTOUCHED]);
     queue.describe(120, descriptor(header, 16, NEXT, 121));
     queue.describe(121, descriptor(data, PAGE as u32, NEXT | WRITE, 122));
     queue.describe(122, descriptor(status, 1, WRITE, 0));
@@ -511,8 +511,8 @@ fn a_read_only_disk_is_read_and_named_but_never_changed() {
 fn a_header_of_less_than_sixteen_bytes_is_unsupported() {
     let (_backend, mut queue, _guest) = disk(&[]);
     for len in [1, 8, 15] {
-        let header = queue.place(&vec![0; len]);
-        let status = queue.place(&[UNTOUCHED]);
+        let header = queue.keep(&vec![0; len]);
+        let status = queue.keep(&[UNTOUCHED]);
         queue.describe(120, descriptor(header, len as u32, NEXT, 121));
         queue.describe(121, descriptor(status, 1, WRITE, 0));
         let since = queue.offered;

@@ -6,6 +6,7 @@ use crate::support::{Backend, Dice};
 
 const DISK_BYTES: u64 = 4 << 20;
 const DISK_SECTORS: u64 = DISK_BYTES / SECTOR as u64;
+const BARRIER: u32 = 1 << 31;
 const REQUESTS: usize = 6000;
 
 /// Why the daemon may answer `request` otherwise than qemu-storage-daemon does: the answer that is right, and the reason.
@@ -15,6 +16,7 @@ fn justified(request: &Request, ours: &Reply, theirs: &Reply) -> Option<&'static
     let all = request.in_len as u32 + 1;
     match (request.kind, answers) {
         (4, ((UNSUPP, 1), (OK, _))) => Some("FLUSH is not offered: a RAM disk keeps nothing by flushing"),
+        (BARRIER, ((UNSUPP, 1), _)) => Some("the legacy barrier bit: an unknown type here, masked out there"),
         (8, ((OK, _), (OK, _))) => {
             Some("GET_ID: each has its own serial; bytes behind it are padding here, untouched there")
         }
@@ -26,6 +28,9 @@ fn justified(request: &Request, ours: &Reply, theirs: &Reply) -> Option<&'static
         }
         (11 | 13, ((IOERR, 1), (UNSUPP, _))) if request.data.len() > 16 => {
             Some("many ranges with a bad one: refused for the range here, for the number there")
+        }
+        (11 | 13, ((UNSUPP, 1), (IOERR, _))) if range_flags(request) != 0 => {
+            Some("a range with bad flags that is not on the disk: the flags are looked at first here, last there")
         }
         (11 | 13, ((OK, 1), (IOERR, _))) if range_sectors(request) > 32768 => {
             Some("ranges of more than 16 MiB: offered here, not there")
@@ -41,6 +46,13 @@ fn range_sectors(request: &Request) -> u32 {
     request
         .data
         .get(8..12)
+        .map_or(0, |bytes| u32::from_le_bytes(bytes.try_into().unwrap()))
+}
+
+fn range_flags(request: &Request) -> u32 {
+    request
+        .data
+        .get(12..16)
         .map_or(0, |bytes| u32::from_le_bytes(bytes.try_into().unwrap()))
 }
 

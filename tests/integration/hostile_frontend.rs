@@ -22,7 +22,8 @@ fn assert_connection_ends(disk: &mut Backend, guest: Guest, what: &str) {
     );
     drop(guest);
     disk.assert_alive();
-    let mut queue = Guest::reconnect(disk).queue(0, SIZE);
+    let mut guest = Guest::reconnect(disk);
+    let mut queue = guest.queue(0, SIZE);
     queue.write(0, &[0x42; PAGE]);
     assert_eq!(queue.read(0, PAGE), [0x42; PAGE], "{what}");
 }

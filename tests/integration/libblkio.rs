@@ -571,11 +571,11 @@ fn at_the_memory_limit_writes_fail_and_all_else_goes_on() {
     check(lane, &stored);
     // Zeroes need no room, in any place.
     assert_eq!(lane.write(48 << 20, &[0; PAGE]), Ok(()));
-    assert_eq!(
-        lane.write(40 << 20, &dice.bytes(PAGE)),
-        Err(EIO),
-        "the disk is still full"
-    );
+    // Overwriting may have made a hole or two, but no more room than that.
+    let more = (0..)
+        .take_while(|page| lane.write((40 << 20) + page * PAGE as u64, &dice.bytes(PAGE)).is_ok())
+        .count();
+    assert!(more < 32, "{more} more pages fit on a full disk");
 
     // Room that is given back is room again.
     let half = stored.len() / 2;
@@ -590,5 +590,12 @@ fn at_the_memory_limit_writes_fail_and_all_else_goes_on() {
         assert_eq!(written, Ok(()), "chunk {i} of {half} after a discard");
     }
     check(lane, &stored);
+
+    let stats = disk.stats();
+    let number = |key: &str| stats[key].as_u64().unwrap();
+    assert_eq!(number("mem_limit"), LIMIT as u64);
+    assert!(number("mem_used_max") <= number("mem_limit"), "{stats}");
+    assert!(number("failed_writes") >= 3, "{stats}");
+    assert_eq!(number("failed_reads"), 0, "{stats}");
     disk.assert_idle();
 }

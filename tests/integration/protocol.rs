@@ -91,12 +91,9 @@ fn the_config_space_is_this_and_reads_of_any_shape_agree() {
 fn the_config_space_cannot_be_written() {
     let mut disk = Backend::daemon(DISK, &[]);
     let mut guest = Guest::new(disk.connect());
-    assert!(
-        guest
-            .frontend
-            .set_config(32, VhostUserConfigFlags::WRITABLE, &[1])
-            .is_err()
-    );
+    let written = guest.frontend.set_config(32, VhostUserConfigFlags::WRITABLE, &[1]);
+    assert!(written.is_err(), "a read-only field was written");
+    drop(guest);
     disk.assert_alive();
     assert_eq!(Guest::reconnect(&disk).capacity_sectors(), 64 << 11);
 }
@@ -323,9 +320,9 @@ fn a_ring_goes_on_from_a_base_that_the_frontend_names() {
 #[test]
 fn sixty_four_queues_serve_at_once() {
     let disk = Backend::daemon(DISK, &[]);
-    let threads = disk.thread_count();
     let mut guest = Guest::new(disk.connect());
     guest.share_buffers_among(64);
+    let threads = disk.thread_count();
     let mut queues: Vec<Queue> = (0..64).map(|index| guest.queue(index, 64)).collect();
     let mut tickets = Vec::new();
     for queue in &mut queues {
@@ -400,7 +397,8 @@ fn assert_refused(guest: &Guest, what: &str) {
 /// A new frontend gets its work done.
 fn assert_serves(disk: &mut Backend) {
     disk.assert_alive();
-    let mut queue = Guest::reconnect(disk).queue(0, 64);
+    let mut guest = Guest::reconnect(disk);
+    let mut queue = guest.queue(0, 64);
     queue.write(80, &page(80, 0));
     assert!(queue.read(80, PAGE) == page(80, 0));
 }

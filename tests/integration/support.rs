@@ -1,7 +1,7 @@
 //! Backends under test as child processes, conditions with deadlines, and the dice.
 
 use std::fs;
-use std::io::Read;
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
@@ -122,6 +122,15 @@ impl Backend {
 
     pub fn connect(&self) -> UnixStream {
         UnixStream::connect(self.socket()).unwrap()
+    }
+
+    /// What the control socket says of the disk.
+    pub fn stats(&self) -> serde_json::Value {
+        let mut stream = UnixStream::connect(self.dir.path().join("control.sock")).unwrap();
+        stream.write_all(b"{\"command\":\"stats\"}\n").unwrap();
+        let mut line = String::new();
+        BufReader::new(stream).read_line(&mut line).unwrap();
+        serde_json::from_str(&line).unwrap()
     }
 
     /// What the process has written to standard error so far.
