@@ -33,11 +33,7 @@ fn each_ends_its_connection(attacks: &[(&str, u32, Vec<u8>, usize)]) {
     let mut disk = Backend::daemon(DISK, &[]);
     let event = EventFd::new(0).unwrap();
     drop(Guest::new(disk.connect()).queue(0, SIZE));
-    let idle = wait_for("a first connection is gone", PATIENCE, || {
-        let counts = (disk.fd_count(), disk.thread_count());
-        std::thread::sleep(Duration::from_millis(20));
-        (counts == (disk.fd_count(), disk.thread_count())).then_some(counts)
-    });
+    let idle = disk.settled_counts();
     for (what, request, payload, fds) in attacks {
         let mut guest = Guest::reconnect(&disk);
         let _queue = guest.queue(1, SIZE);
@@ -232,7 +228,7 @@ fn messages_with_unwanted_descriptors_leak_none() {
     let event = EventFd::new(0).unwrap();
     drop(Guest::new(disk.connect()));
     drop(Guest::reconnect(&disk));
-    let before = disk.fd_count();
+    let before = disk.settled_counts().0;
     for _ in 0..300 {
         let stream = disk.connect();
         // GET_FEATURES carries no descriptors; here it brings eight.

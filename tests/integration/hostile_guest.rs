@@ -41,7 +41,7 @@ impl Stage {
         let precious = Dice::new().bytes(PAGE);
         queue.write(0, &precious);
         bystander.write(8, &precious);
-        let (fds, threads) = (disk.fd_count(), disk.thread_count());
+        let (fds, threads) = disk.settled_counts();
         Stage {
             disk,
             guest,

@@ -309,18 +309,11 @@ fn a_thousand_connections_leave_nothing_behind() {
     for _ in 0..49 {
         cycle(&page);
     }
-    let settled = || {
-        wait_for("the last connection is gone", PATIENCE, || {
-            let counts = (disk.fd_count(), disk.thread_count());
-            thread::sleep(Duration::from_millis(20));
-            (counts == (disk.fd_count(), disk.thread_count())).then_some(counts)
-        })
-    };
-    let (counts, rss) = (settled(), disk.rss_bytes());
+    let (counts, rss) = (disk.settled_counts(), disk.rss_bytes());
     for _ in 0..950 {
         cycle(&page);
     }
-    assert_eq!(settled(), counts, "descriptors and threads");
+    assert_eq!(disk.settled_counts(), counts, "descriptors and threads");
     let grown = disk.rss_bytes().saturating_sub(rss);
     assert!(grown < 2 << 20, "{grown} bytes more after 950 connections");
 }

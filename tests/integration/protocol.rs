@@ -322,7 +322,7 @@ fn sixty_four_queues_serve_at_once() {
     let disk = Backend::daemon(DISK, &[]);
     let mut guest = Guest::new(disk.connect());
     guest.share_buffers_among(64);
-    let threads = disk.thread_count();
+    let threads = disk.settled_counts().1;
     let mut queues: Vec<Queue> = (0..64).map(|index| guest.queue(index, 64)).collect();
     let mut tickets = Vec::new();
     for queue in &mut queues {

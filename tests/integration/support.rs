@@ -169,6 +169,15 @@ impl Backend {
         fs::read_dir(self.proc("task")).unwrap().count()
     }
 
+    /// Descriptors and threads, once their numbers stay the same for a while: threads start and end on their own time.
+    pub fn settled_counts(&self) -> (usize, usize) {
+        wait_for("the numbers of descriptors and threads settle", PATIENCE, || {
+            let counts = (self.fd_count(), self.thread_count());
+            thread::sleep(Duration::from_millis(20));
+            (counts == (self.fd_count(), self.thread_count())).then_some(counts)
+        })
+    }
+
     pub fn rss_bytes(&self) -> u64 {
         let status = fs::read_to_string(self.proc("status")).unwrap();
         let line = status.lines().find(|line| line.starts_with("VmRSS:")).unwrap();
