@@ -234,6 +234,23 @@ fn a_head_beyond_the_table_breaks_the_ring() {
 }
 
 #[test]
+fn requests_before_a_head_beyond_the_table_are_answered_and_called_for() {
+    let mut stage = Stage::new();
+    for round in 0..50 {
+        let since = stage.queue.offered;
+        let tickets = [0, 8, 0].map(|sector| stage.queue.submit(&Request::read(sector, PAGE)));
+        stage.queue.offer(SIZE);
+        stage.queue.kick(since);
+        for ticket in tickets {
+            // Waiting insists on a call: the driver may sleep on these answers.
+            let used = stage.queue.wait_used(Duration::from_secs(2)).expect("an answer");
+            assert_eq!(stage.queue.finish(ticket, used).status, OK, "round {round}");
+        }
+        stage.assert_broken("a bad head after good ones");
+    }
+}
+
+#[test]
 fn an_avail_index_that_jumps_ahead_breaks_the_ring() {
     let mut stage = Stage::new();
     for jump in [SIZE + 1, SIZE * 2, 0x7fff, 0x8000] {

@@ -249,13 +249,14 @@ fn the_base_of_a_stopped_ring_accounts_for_every_request_and_nothing_follows_it(
     let mut guest = Guest::new(disk.connect());
     let mut dice = Dice::new();
     let mut queue = guest.lay_out_queue(0, 256);
-    let content = dice.bytes(PAGE);
+    let content = dice.content(16 * PAGE);
     let mut base = 0;
     for round in 0..200 {
         guest.start(&queue, base);
         let since = queue.offered;
-        let tickets: Vec<Ticket> = (0..1 + dice.below(64))
-            .map(|i| queue.submit(&Request::write(i * 8, &content)))
+        // Up to 64 KiB, so that a stop also falls into the middle of a request.
+        let tickets: Vec<Ticket> = (0..1 + dice.below(16))
+            .map(|i| queue.submit(&Request::write(i * 128, &content[..PAGE << dice.below(5)])))
             .collect();
         queue.kick(since);
         // Sometimes before the worker wakes, sometimes in the middle, sometimes at the end.
@@ -478,7 +479,59 @@ fn reset_device_stops_the_rings_and_keeps_the_content() {
     );
     assert_eq!(queue.used_index(), before);
     queue.forget();
+    guest.frontend.set_features(guest.features).unwrap();
     guest.start(&queue, 0);
+    assert!(queue.read(0, PAGE) == page(0, 0));
+}
+
+#[test]
+fn a_guest_that_moves_to_a_new_connection_loses_no_request_in_flight() {
+    let disk = Backend::daemon(DISK, &[]);
+    let mut guest = Guest::new(disk.connect());
+    let mut queue = guest.queue(0, 128);
+    let mut dice = Dice::new();
+    for round in 0..100 {
+        let since = queue.offered;
+        let tickets: Vec<Ticket> = (0..32)
+            .map(|i| queue.submit(&Request::write(i * 8, &page(i, round))))
+            .collect();
+        queue.kick(since);
+        let begin = std::time::Instant::now();
+        let lead = Duration::from_micros(dice.below(500));
+        while begin.elapsed() < lead {
+            std::hint::spin_loop();
+        }
+        guest.stream.shutdown(std::net::Shutdown::Both).unwrap();
+        wait_for("the backend takes the new connection", PATIENCE, || {
+            guest.move_to(disk.connect()).ok()
+        });
+        // What QEMU and cloud-hypervisor do: the used index is the account of what is done.
+        let base = queue.used_index();
+        guest.start(&queue, base);
+        queue.kick.write(1).unwrap();
+        for ticket in tickets {
+            let used = queue.wait_used(PATIENCE).expect("every request is answered once");
+            assert_eq!(queue.finish(ticket, used).status, OK);
+        }
+        assert_eq!(queue.take_used(), None);
+    }
+    for i in 0..32 {
+        assert!(queue.read(i * 8, PAGE) == page(i, 99));
+    }
+}
+
+#[test]
+fn rings_start_enabled_for_a_frontend_without_protocol_features() {
+    let disk = Backend::daemon(DISK, &[]);
+    let mut guest = Guest::with_features(disk.connect(), LINUX_FEATURES & !PROTOCOL_FEATURES_BIT);
+    let mut queue = guest.lay_out_queue(0, 64);
+    guest.frontend.set_vring_num(0, queue.size).unwrap();
+    guest.frontend.set_vring_base(0, 0).unwrap();
+    let addresses = Guest::ring_addresses(&queue);
+    guest.frontend.set_vring_addr(0, &addresses).unwrap();
+    guest.frontend.set_vring_call(0, queue.call.as_ref().unwrap()).unwrap();
+    guest.frontend.set_vring_kick(0, &queue.kick).unwrap();
+    queue.write(0, &page(0, 0));
     assert!(queue.read(0, PAGE) == page(0, 0));
 }
 

@@ -131,12 +131,22 @@ impl Guest {
 
     pub fn try_new(stream: UnixStream, wanted: u64) -> io::Result<Guest> {
         let guest = Guest::without_memory(stream, wanted)?;
-        let regions: Vec<VhostUserMemoryRegionInfo> = (0..REGIONS.len()).map(|i| guest.region(i)).collect();
-        guest
-            .frontend
-            .set_mem_table(&regions)
-            .map_err(|error| io::Error::other(format!("{error}")))?;
+        guest.share_memory()?;
         Ok(guest)
+    }
+
+    /// The same guest on a new connection, as after the backend has gone and come back: memory and rings are as they were.
+    pub fn move_to(&mut self, stream: UnixStream) -> io::Result<()> {
+        let mut moved = Guest::without_memory(stream, self.features)?;
+        std::mem::swap(&mut self.frontend, &mut moved.frontend);
+        std::mem::swap(&mut self.stream, &mut moved.stream);
+        self.share_memory()
+    }
+
+    fn share_memory(&self) -> io::Result<()> {
+        let regions: Vec<VhostUserMemoryRegionInfo> = (0..REGIONS.len()).map(|i| self.region(i)).collect();
+        let shared = self.frontend.set_mem_table(&regions);
+        shared.map(|_| ()).map_err(|error| io::Error::other(format!("{error}")))
     }
 
     pub fn new(stream: UnixStream) -> Guest {
@@ -258,6 +268,14 @@ impl Guest {
 
     pub fn capacity_sectors(&mut self) -> u64 {
         u64::from_le_bytes(self.config(0, 60)[..8].try_into().unwrap())
+    }
+}
+
+impl Drop for Guest {
+    /// Closing alone may come late: while another test starts a process, that process has all our descriptors for a moment.
+    fn drop(&mut self) {
+        // It fails when the backend has closed before.
+        let _ = self.stream.shutdown(std::net::Shutdown::Both);
     }
 }
 
