@@ -1,0 +1,416 @@
+//! The arena: objects of exact length in segments of host memory.
+//!
+//! It knows no slots' meaning and no codec. An object is bytes with the index of the slot that it belongs to, so that
+//! a cleaner can find who points to it:
+//!
+//! ```text
+//!   granule          granule          granule
+//!  +--------+-------+----------------+---------+-----+
+//!  | slot   | content ...                      | pad |   stored page, 4 + len bytes
+//!  +--------+-------+----------------+---------+-----+
+//!  | value          |                                     same-filled page's word, 8 bytes, no header
+//!  +----------------+
+//! ```
+//!
+//! Objects never span segments, so each is contiguous and is decoded where it lies. They do not change from publication
+//! to the end of their grace period.
+//!
+//! 1. Every segment in use belongs to one heap, every heap to whoever holds its lock, and the lock is only ever *tried*:
+//!    a worker uses its own heap, whose lock nobody else wants; when it is taken all the same, the next heap does. So a
+//!    heap whose worker stopped is everybody's, and nobody waits.
+//! 2. An object whose heap is not to be had at the moment is pushed to that heap's queue, through its own first 8 bytes;
+//!    whoever next holds the heap takes the queue in.
+//! 3. Nothing is taken beyond the limit, see `segments.rs`.
+
+mod heap;
+mod segments;
+mod stack;
+
+use std::io;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard};
+
+use crate::epoch::Guard;
+use crate::page::PAGE_SIZE;
+use crate::region::Mapping;
+use crate::slot::{GRANULE_SIZE, GRANULES_MAX, Handle, SlotIndex};
+use crate::sync::CachePadded;
+use heap::Heap;
+pub(crate) use segments::Purpose;
+use segments::Segments;
+
+/// Bytes in a segment: the unit in which the arena takes memory from the host and gives it back.
+pub const SEGMENT_SIZE: usize = 64 << 10;
+const SEGMENT_GRANULES: usize = SEGMENT_SIZE / GRANULE_SIZE;
+/// The slot index in front of an object's content.
+const HEADER_SIZE: usize = size_of::<u32>();
+/// Granules of the largest object, a page kept whole.
+const OBJECT_GRANULES_MAX: usize = (HEADER_SIZE + PAGE_SIZE).div_ceil(GRANULE_SIZE);
+/// Objects whose heap is busy wait in its queue as one word: place and length.
+const QUEUE_LENGTH_BITS: u32 = 10;
+const _: () = assert!(OBJECT_GRANULES_MAX < 1 << QUEUE_LENGTH_BITS);
+/// A segment's home is its heap and its index there, as one 32-bit word.
+const HOME_LOCAL_BITS: u32 = 24;
+const _: () = assert!(GRANULES_MAX / SEGMENT_GRANULES as u64 <= 1 << HOME_LOCAL_BITS);
+
+/// Granules of an object with `len` bytes of content.
+pub(crate) fn object_granules(len: usize) -> usize {
+    (HEADER_SIZE + len).div_ceil(GRANULE_SIZE)
+}
+
+/// Nothing fits below the limit now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Full {
+    /// Another try may succeed soon: a heap was in use, or what was to be replaced will make room.
+    pub(crate) transient: bool,
+}
+
+#[derive(Debug)]
+pub(crate) struct Arena {
+    bytes: Mapping,
+    segments: Segments,
+    /// For each segment in use: its heap and its index there.
+    homes: Mapping,
+    heaps: Box<[CachePadded<HeapPlace>]>,
+}
+
+#[derive(Debug, Default)]
+struct HeapPlace {
+    heap: Mutex<Heap>,
+    /// Freed objects that wait for the heap, newest first: 0 or the word of `queue_word`.
+    queue: AtomicU64,
+}
+
+impl Arena {
+    /// An arena for `pages` pages, of which `limit_bytes` may be in memory, with a heap for each of `heaps` workers.
+    pub(crate) fn new(name: &str, pages: u64, limit_bytes: Option<u64>, heaps: usize) -> io::Result<Arena> {
+        assert!(heaps <= 1 << (u32::BITS - HOME_LOCAL_BITS));
+        // The worst case without a limit: all pages huge, 15 to a segment, every heap with a segment of its own that is
+        // all but empty, and as much again as an eighth waiting for its grace period or lost between objects.
+        let pages_per_segment = (SEGMENT_GRANULES / OBJECT_GRANULES_MAX) as u64;
+        let worst = pages.div_ceil(pages_per_segment) * 9 / 8 + 2 * heaps as u64 + 16;
+        let count = worst.min(GRANULES_MAX / SEGMENT_GRANULES as u64) as u32;
+        let limit = limit_bytes.map(|bytes| bytes / SEGMENT_SIZE as u64);
+        Ok(Arena {
+            bytes: Mapping::memfd(&format!("zram-arena-{name}"), count as usize * SEGMENT_SIZE)?,
+            segments: Segments::new(count, limit)?,
+            homes: Mapping::anonymous(count as usize * size_of::<u32>())?,
+            heaps: (0..heaps).map(|_| CachePadded(HeapPlace::default())).collect(),
+        })
+    }
+
+    /// Stores `content`, 1 to 4,096 bytes, for a slot. Nobody can see the object until the handle is published.
+    pub(crate) fn store(&self, heap: usize, slot: SlotIndex, content: &[u8], purpose: Purpose) -> Result<Handle, Full> {
+        let granules = object_granules(content.len());
+        let handle = self.allocate(heap, granules, purpose)?;
+        let object = self.address(handle, granules * GRANULE_SIZE);
+        // SAFETY: the granules were free and are ours alone until the handle is published; both writes stay inside them,
+        // and `content` is a reference, so it does not lie in them.
+        unsafe {
+            object.cast::<u32>().write(slot.0);
+            object
+                .add(HEADER_SIZE)
+                .copy_from_nonoverlapping(NonNull::from(content).cast(), content.len());
+        }
+        Ok(handle)
+    }
+
+    /// Stores a same-filled page's word.
+    pub(crate) fn store_value(&self, heap: usize, value: u64, purpose: Purpose) -> Result<Handle, Full> {
+        let handle = self.allocate(heap, 1, purpose)?;
+        // SAFETY: as in `store`; a granule is 8 bytes, aligned to 8.
+        unsafe { self.address(handle, GRANULE_SIZE).cast::<u64>().write(value) };
+        Ok(handle)
+    }
+
+    /// The content of an object.
+    ///
+    /// # Safety
+    /// `handle` and `len` come from one slot's word that was loaded while `guard` lived.
+    pub(crate) unsafe fn content<'g>(&self, handle: Handle, len: usize, _guard: &'g Guard<'_>) -> &'g [u8] {
+        let object = self.address(handle, object_granules(len) * GRANULE_SIZE);
+        // SAFETY: an object is written before its handle is published and not again until its grace period is over,
+        // which is after the guard; the mapping outlives the guard, since both are the store's.
+        unsafe { std::slice::from_raw_parts(object.as_ptr().add(HEADER_SIZE), len) }
+    }
+
+    /// The word of a same-filled page.
+    ///
+    /// # Safety
+    /// `handle` comes from a slot's word that was loaded while `guard` lived.
+    pub(crate) unsafe fn value(&self, handle: Handle, _guard: &Guard<'_>) -> u64 {
+        // SAFETY: as in `content`.
+        unsafe { self.address(handle, GRANULE_SIZE).cast::<u64>().read() }
+    }
+
+    /// Frees an object of `granules`, for a worker whose own heap is `heap`.
+    ///
+    /// # Safety
+    /// The object is not in any slot any more and no guard is left that may have seen it there. It is freed once.
+    pub(crate) unsafe fn free(&self, heap: usize, handle: Handle, granules: usize) {
+        let (home, _) = self.home(segment_of(handle));
+        if home == heap
+            && let Some(mut heap) = self.try_heap(heap)
+        {
+            self.free_into(&mut heap, handle, granules);
+            return;
+        }
+        self.enqueue(home, handle, granules);
+        // If the heap is to be had, take the queue in at once: its worker may have stopped and would never do it.
+        drop(self.try_heap(home));
+    }
+
+    /// Whether empty segments wait to go back to the host.
+    pub(crate) fn has_surplus(&self) -> bool {
+        self.segments.has_surplus()
+    }
+
+    /// Gives one empty segment back to the host; false when there is none to give.
+    pub(crate) fn give_back(&self) -> bool {
+        self.segments
+            .give_back(|number| self.bytes.punch_hole(number as usize * SEGMENT_SIZE, SEGMENT_SIZE))
+    }
+
+    /// Whether a disk whose objects take `live_granules` may grow. It may not once overwriting took a segment of the
+    /// reserve: what is free then, in holes anywhere, is what overwriting goes on with. Unless that is much, after
+    /// discards: an eighth, twice of what the ends of segments full of huge pages are.
+    pub(crate) fn may_grow(&self, live_granules: impl FnOnce() -> u64) -> bool {
+        let bound = self.segments.grow_bound();
+        self.segments.in_use() <= bound || live_granules() <= bound * SEGMENT_GRANULES as u64 / 8 * 7
+    }
+
+    /// Host memory that segments hold.
+    pub(crate) fn held_bytes(&self) -> u64 {
+        self.segments.held_bytes()
+    }
+
+    /// The most that `held_bytes` ever was.
+    pub(crate) fn held_bytes_max(&self) -> u64 {
+        self.segments.held_bytes_max()
+    }
+
+    fn allocate(&self, own: usize, granules: usize, purpose: Purpose) -> Result<Handle, Full> {
+        let mut grown = false;
+        let mut transient = purpose == Purpose::Replace;
+        for number in (own..self.heaps.len()).chain(0..own) {
+            let Some(mut heap) = self.try_heap(number) else {
+                transient = true;
+                continue;
+            };
+            if let Some(place) = heap.allocate(granules) {
+                return Ok(handle_at(place));
+            }
+            // Only the first heap to be had grows; when the limit forbids it, holes in any other will do.
+            if !std::mem::replace(&mut grown, true)
+                && let Some(segment) = self.segments.take(purpose)
+            {
+                let local = heap.add_segment(segment);
+                self.set_home(segment, number, local);
+                let place = heap
+                    .allocate(granules)
+                    .expect("a fresh segment has room for any object");
+                return Ok(handle_at(place));
+            }
+        }
+        Err(Full { transient })
+    }
+
+    /// The heap, with its queue taken in, if nobody else uses it now. A heap whose user panicked stays locked for good.
+    fn try_heap(&self, number: usize) -> Option<MutexGuard<'_, Heap>> {
+        let place = &self.heaps[number].0;
+        let mut heap = place.heap.try_lock().ok()?;
+        if place.queue.load(Ordering::Relaxed) != 0 {
+            self.take_queue_in(&place.queue, &mut heap);
+        }
+        Some(heap)
+    }
+
+    fn enqueue(&self, home: usize, handle: Handle, granules: usize) {
+        let queue = &self.heaps[home].0.queue;
+        let link = self.address(handle, GRANULE_SIZE).cast::<u64>();
+        let word = queue_word(handle, granules);
+        let mut newest = queue.load(Ordering::Relaxed);
+        loop {
+            // SAFETY: the object is free and not reachable, so its first granule is ours until the exchange succeeds.
+            unsafe { link.write(newest) };
+            // Release: the link comes before the object can be taken from the queue.
+            match queue.compare_exchange_weak(newest, word, Ordering::Release, Ordering::Relaxed) {
+                Ok(_) => return,
+                Err(found) => newest = found,
+            }
+        }
+    }
+
+    #[cold]
+    fn take_queue_in(&self, queue: &AtomicU64, heap: &mut Heap) {
+        // The whole queue at once, so no head can come back: no ABA. Acquire pairs with the release of `enqueue`.
+        let mut word = queue.swap(0, Ordering::Acquire);
+        while word != 0 {
+            let (handle, granules) = of_queue_word(word);
+            // SAFETY: a queued object is free, its first granule holds what `enqueue` wrote, and the queue is ours now.
+            word = unsafe { self.address(handle, GRANULE_SIZE).cast::<u64>().read() };
+            self.free_into(heap, handle, granules);
+        }
+    }
+
+    fn free_into(&self, heap: &mut Heap, handle: Handle, granules: usize) {
+        let segment = segment_of(handle);
+        let (_, local) = self.home(segment);
+        if let Some(emptied) = heap.free(local, handle.granule() as usize % SEGMENT_GRANULES, granules) {
+            debug_assert_eq!(emptied, segment);
+            self.segments.release(segment);
+        }
+    }
+
+    fn address(&self, handle: Handle, len: usize) -> NonNull<u8> {
+        self.bytes.address(handle.granule() as usize * GRANULE_SIZE, len)
+    }
+
+    /// Relaxed, as in `set_home`: a segment's home changes only while it holds no object, and who has an object's handle
+    /// got it after the home was set.
+    fn home(&self, segment: u32) -> (usize, u32) {
+        let home = self.homes.half_words()[segment as usize].load(Ordering::Relaxed);
+        ((home >> HOME_LOCAL_BITS) as usize, home & ((1 << HOME_LOCAL_BITS) - 1))
+    }
+
+    fn set_home(&self, segment: u32, heap: usize, local: u32) {
+        let home = (heap as u32) << HOME_LOCAL_BITS | local;
+        self.homes.half_words()[segment as usize].store(home, Ordering::Relaxed);
+    }
+
+    /// Panics unless holes and live objects together are all segments in use. Only for a store at rest: every object
+    /// freed, no worker at work. `live_granules` is what the slot table says.
+    pub(crate) fn check_consistency(&self, live_granules: usize) {
+        let heaps: Vec<_> = (0..self.heaps.len())
+            .map(|number| self.try_heap(number).expect("at rest"))
+            .collect();
+        let segments: usize = heaps.iter().map(|heap| heap.segments()).sum();
+        let free: usize = heaps.iter().map(|heap| heap.free_granules()).sum();
+        assert_eq!(segments as u64, self.segments.in_use(), "segments in heaps and in use");
+        assert_eq!(
+            free + live_granules,
+            segments * SEGMENT_GRANULES,
+            "granules in holes and objects"
+        );
+        assert!(self.segments.in_use() * SEGMENT_SIZE as u64 <= self.held_bytes());
+    }
+}
+
+fn segment_of(handle: Handle) -> u32 {
+    (handle.granule() / SEGMENT_GRANULES as u64) as u32
+}
+
+fn handle_at((segment, start): (u32, usize)) -> Handle {
+    Handle::from_granule(u64::from(segment) * SEGMENT_GRANULES as u64 + start as u64)
+}
+
+fn queue_word(handle: Handle, granules: usize) -> u64 {
+    handle.granule() << QUEUE_LENGTH_BITS | granules as u64
+}
+
+fn of_queue_word(word: u64) -> (Handle, usize) {
+    (
+        Handle::from_granule(word >> QUEUE_LENGTH_BITS),
+        (word & ((1 << QUEUE_LENGTH_BITS) - 1)) as usize,
+    )
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::epoch::Epochs;
+
+    fn content(arena: &Arena, handle: Handle, len: usize) -> Vec<u8> {
+        let epochs = Epochs::new(1);
+        let guard = epochs.pin(0);
+        // SAFETY: no test here frees what it still reads.
+        unsafe { arena.content(handle, len, &guard) }.to_vec()
+    }
+
+    #[test]
+    fn objects_keep_their_bytes_and_never_touch_their_neighbours() {
+        let arena = Arena::new("test", 4096, None, 1).unwrap();
+        let lens = [1, 2, 3, 4, 5, 11, 12, 13, 100, 1000, 3625, 4095, 4096];
+        let stored: Vec<_> = (0..2000usize)
+            .map(|n| {
+                let mark = vec![n as u8; lens[n % lens.len()]];
+                (arena.store(0, SlotIndex(n as u32), &mark, Purpose::Grow).unwrap(), mark)
+            })
+            .collect();
+        for (handle, mark) in &stored {
+            assert_eq!(&content(&arena, *handle, mark.len()), mark);
+        }
+        arena.check_consistency(stored.iter().map(|(_, mark)| object_granules(mark.len())).sum());
+    }
+
+    #[test]
+    fn everything_freed_goes_back_to_the_host() {
+        let arena = Arena::new("test", 4096, None, 2).unwrap();
+        let handles: Vec<_> = (0..500)
+            .map(|n| arena.store(n % 2, SlotIndex(0), &[7; 4096], Purpose::Grow).unwrap())
+            .collect();
+        let blocks = || rustix::fs::fstat(arena.bytes.file().unwrap()).unwrap().st_blocks;
+        assert!(blocks() > 500 * 8);
+        for (n, handle) in handles.into_iter().enumerate() {
+            // SAFETY: the handle is published nowhere. Each is freed by the worker that did not store it.
+            unsafe { arena.free(1 - n % 2, handle, object_granules(4096)) };
+        }
+        arena.check_consistency(0);
+        while arena.give_back() {}
+        assert_eq!((arena.held_bytes(), blocks()), (0, 0));
+    }
+
+    #[test]
+    fn a_heap_in_use_elsewhere_delays_nobody() {
+        let arena = Arena::new("test", 4096, None, 2).unwrap();
+        let handle = arena.store(0, SlotIndex(0), &[1; 100], Purpose::Grow).unwrap();
+        let held = arena.heaps[0].0.heap.lock().unwrap();
+        let other = arena.store(0, SlotIndex(1), &[2; 100], Purpose::Grow).unwrap();
+        assert_eq!(arena.home(segment_of(other)).0, 1, "the next heap took it");
+        // SAFETY: published nowhere.
+        unsafe { arena.free(0, handle, object_granules(100)) };
+        assert_ne!(
+            arena.heaps[0].0.queue.load(Ordering::Relaxed),
+            0,
+            "it waits in the queue"
+        );
+        drop(held);
+        // SAFETY: as above.
+        unsafe { arena.free(0, other, object_granules(100)) };
+        arena.check_consistency(0);
+    }
+
+    #[test]
+    fn at_the_limit_any_heap_with_room_will_do() {
+        let arena = Arena::new("test", 4096, Some(4 * SEGMENT_SIZE as u64), 4).unwrap();
+        let mut handles = vec![];
+        while let Ok(handle) = arena.store(0, SlotIndex(0), &[1; 4096], Purpose::Replace) {
+            handles.push(handle);
+        }
+        assert_eq!(arena.held_bytes(), 4 * SEGMENT_SIZE as u64);
+        assert_eq!(
+            arena.store(3, SlotIndex(0), &[1; 4096], Purpose::Replace),
+            Err(Full { transient: true })
+        );
+        // SAFETY: published nowhere.
+        unsafe { arena.free(2, handles[5], object_granules(4096)) };
+        assert_eq!(arena.store(3, SlotIndex(0), &[1; 4096], Purpose::Grow), Ok(handles[5]));
+    }
+
+    #[test]
+    fn the_last_place_of_the_arena_is_as_good_as_the_first() {
+        // 4 TiB of disk: the arena is as large as slots can name, and its end has every bit of a handle set.
+        let arena = Arena::new("test", 1 << 30, None, 1).unwrap();
+        let last = Handle::from_granule(GRANULES_MAX - 1);
+        // SAFETY: nothing else is stored there.
+        unsafe { arena.address(last, GRANULE_SIZE).cast::<u64>().write(42) };
+        let epochs = Epochs::new(1);
+        // SAFETY: as above.
+        assert_eq!(unsafe { arena.value(last, &epochs.pin(0)) }, 42);
+        assert_eq!(
+            of_queue_word(queue_word(last, OBJECT_GRANULES_MAX)),
+            (last, OBJECT_GRANULES_MAX)
+        );
+    }
+}

@@ -1,0 +1,172 @@
+//! The state of one slot and its packing into one 64-bit word. No memory order here: see `table.rs`.
+//!
+//! ```text
+//!  63  60 59 58 57                      22 21      10 9  8  7 6      0
+//! +------+-----+--------------------------+----------+----+---+-------+
+//! |  0   |  0  |                            0                         |  empty
+//! |  0   |  1  | granule of the object    | length-1 |  reserved (*)  |  stored
+//! |  0   |  2  | granule of the value     |            0              |  same-filled, the value is an object
+//! | != 0 |              value XOR 0xb << 60                           |  same-filled, the value is here
+//! +------+------------------------------------------------------------+
+//! (*) 9..8 priority, 7 incompressible, 6..0 age, all 0 today
+//! ```
+//!
+//! A word that only says "same-filled" would leave no room for the value. But a stored slot needs 60 bits, so only one
+//! sixteenth of all words: the others are the values themselves, with the top four bits turned so that the values that
+//! do not fit are those that begin with 0xb, which neither small numbers, text, pointers of either half nor the usual
+//! fill patterns do. These few cost an object of 8 bytes.
+//!
+//! A length of 4,096 says that the page is kept whole: it is huge, in zram's words.
+
+use crate::page::PAGE_SIZE;
+
+/// Bytes in a granule, the unit of places in the arena.
+pub(crate) const GRANULE_SIZE: usize = 8;
+/// Granules that a slot's word can name: 512 GiB of arena.
+pub(crate) const GRANULES_MAX: u64 = 1 << GRANULE_BITS;
+
+const GRANULE_BITS: u32 = 36;
+const GRANULE_SHIFT: u32 = 22;
+const LENGTH_SHIFT: u32 = 10;
+const LENGTH_MASK: u64 = 0xfff;
+const KIND_SHIFT: u32 = 58;
+const TAG_SHIFT: u32 = 60;
+/// Turns the values that do not fit away from the common ones.
+const VALUE_TWIST: u64 = 0xb << TAG_SHIFT;
+
+const KIND_STORED: u64 = 1;
+const KIND_VALUE_OBJECT: u64 = 2;
+
+const _: () = assert!(PAGE_SIZE - 1 <= LENGTH_MASK as usize);
+const _: () = assert!(GRANULE_SHIFT + GRANULE_BITS == KIND_SHIFT);
+
+/// The index of a page on the disk: its byte offset is this times 4,096.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct SlotIndex(pub u32);
+
+/// A place in the arena: the granule at which an object begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Handle(u64);
+
+impl Handle {
+    pub(crate) fn from_granule(granule: u64) -> Handle {
+        assert!(granule < GRANULES_MAX, "granule {granule} does not fit a slot");
+        Handle(granule)
+    }
+
+    pub(crate) fn granule(self) -> u64 {
+        self.0
+    }
+}
+
+/// What a slot holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Slot {
+    /// Never written, or discarded: reads as zeroes.
+    Empty,
+    /// Every word of the page is this one.
+    SameFilled(u64),
+    /// Every word of the page is the one kept at the handle.
+    SameFilledObject(Handle),
+    /// `len` bytes of content at the handle; 1 to 4,096, and 4,096 means the page itself.
+    Stored {
+        /// Where the object begins.
+        handle: Handle,
+        /// Bytes of content, its header not counted.
+        len: usize,
+    },
+}
+
+impl Slot {
+    /// The word of an empty slot, and of memory never touched.
+    pub(crate) const EMPTY: u64 = 0;
+
+    /// The slot that keeps `value` in its word, when it fits.
+    pub(crate) fn same_filled(value: u64) -> Option<Slot> {
+        ((value ^ VALUE_TWIST) >> TAG_SHIFT != 0).then_some(Slot::SameFilled(value))
+    }
+
+    pub(crate) fn pack(self) -> u64 {
+        match self {
+            Slot::Empty => Slot::EMPTY,
+            Slot::SameFilled(value) => {
+                let word = value ^ VALUE_TWIST;
+                assert!(word >> TAG_SHIFT != 0, "value {value:#x} does not fit its slot");
+                word
+            }
+            Slot::SameFilledObject(handle) => KIND_VALUE_OBJECT << KIND_SHIFT | handle.0 << GRANULE_SHIFT,
+            Slot::Stored { handle, len } => {
+                assert!((1..=PAGE_SIZE).contains(&len), "length {len} does not fit a slot");
+                KIND_STORED << KIND_SHIFT | handle.0 << GRANULE_SHIFT | ((len - 1) as u64) << LENGTH_SHIFT
+            }
+        }
+    }
+
+    pub(crate) fn unpack(word: u64) -> Slot {
+        if word >> TAG_SHIFT != 0 {
+            return Slot::SameFilled(word ^ VALUE_TWIST);
+        }
+        let handle = Handle(word >> GRANULE_SHIFT & (GRANULES_MAX - 1));
+        match word >> KIND_SHIFT {
+            KIND_STORED => Slot::Stored {
+                handle,
+                len: (word >> LENGTH_SHIFT & LENGTH_MASK) as usize + 1,
+            },
+            KIND_VALUE_OBJECT => Slot::SameFilledObject(handle),
+            _ => {
+                assert!(word == Slot::EMPTY, "{word:#x} is no slot");
+                Slot::Empty
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn memory_never_touched_is_empty_slots() {
+        assert_eq!(Slot::unpack(0), Slot::Empty);
+        assert_eq!(Slot::Empty.pack(), 0);
+    }
+
+    #[test]
+    fn the_ends_of_every_field_survive_packing() {
+        for granule in [0, 1, GRANULES_MAX - 1] {
+            let handle = Handle::from_granule(granule);
+            for len in [1, 2, PAGE_SIZE - 1, PAGE_SIZE] {
+                let slot = Slot::Stored { handle, len };
+                assert_eq!(Slot::unpack(slot.pack()), slot);
+            }
+            let slot = Slot::SameFilledObject(handle);
+            assert_eq!(Slot::unpack(slot.pack()), slot);
+        }
+    }
+
+    #[test]
+    fn common_values_fit_the_word() {
+        let repeated = (0..=255u8).map(|b| u64::from_ne_bytes([b; 8]));
+        for value in repeated.chain([
+            1,
+            u64::MAX,
+            0x7fff_ffff_ffff,
+            0xffff_8000_0000_0000,
+            0xdead_beef_dead_beef,
+        ]) {
+            let fits = value >> 60 != 0xb;
+            assert_eq!(Slot::same_filled(value).is_some(), fits, "{value:#x}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn a_value_that_fits_survives_packing(value: u64) {
+            match Slot::same_filled(value) {
+                Some(slot) => prop_assert_eq!(Slot::unpack(slot.pack()), Slot::SameFilled(value)),
+                None => prop_assert_eq!(value >> 60, 0xb),
+            }
+        }
+    }
+}

@@ -1,0 +1,189 @@
+//! The slot table: one atomic word for each page of the disk, in a lazily touched memfd. No packing here: see `slot.rs`.
+//!
+//! 1. A slot changes by one swap or one compare-exchange of its word, and in no other way.
+//! 2. Both release what the writer did before (the object's bytes) and acquire what the slot's last writer did.
+//! 3. A load acquires, so that a reader who finds a handle also finds the bytes behind it.
+//! 4. A table page, 512 slots, that was never written is not even read: reading would make the host allocate it. One
+//!    bit for each says that it was touched; it is set before the first slot of the page changes.
+
+use std::io;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::region::{Mapping, OS_PAGE_SIZE};
+use crate::slot::{Slot, SlotIndex};
+
+/// Slots in one OS page of the table.
+const SLOTS_PER_OS_PAGE: u64 = (OS_PAGE_SIZE / size_of::<u64>()) as u64;
+const BITS: u64 = u64::BITS as u64;
+
+#[derive(Debug)]
+pub(crate) struct Table {
+    slots: u64,
+    words: Mapping,
+    /// One bit for each OS page of `words`.
+    touched: Mapping,
+}
+
+impl Table {
+    pub(crate) fn new(name: &str, slots: u64) -> io::Result<Table> {
+        let os_pages = slots.div_ceil(SLOTS_PER_OS_PAGE);
+        Ok(Table {
+            slots,
+            words: Mapping::memfd(&format!("zram-table-{name}"), slots as usize * size_of::<u64>())?,
+            touched: Mapping::anonymous(os_pages.div_ceil(BITS) as usize * size_of::<u64>())?,
+        })
+    }
+
+    pub(crate) fn slots(&self) -> u64 {
+        self.slots
+    }
+
+    /// Bytes of host memory behind the table.
+    pub(crate) fn touched_bytes(&self) -> u64 {
+        let bits = self
+            .touched_words()
+            .iter()
+            .map(|word| u64::from(word.load(Ordering::Relaxed).count_ones()))
+            .sum::<u64>();
+        bits * OS_PAGE_SIZE as u64
+    }
+
+    pub(crate) fn load(&self, index: SlotIndex) -> u64 {
+        if !self.is_touched(index) {
+            return Slot::EMPTY;
+        }
+        self.word(index).load(Ordering::Acquire) // pairs with swap and compare_exchange, rule 3
+    }
+
+    /// Puts `new` and gives what the slot held, which is now the caller's to retire.
+    #[must_use = "what the slot held must be retired"]
+    pub(crate) fn swap(&self, index: SlotIndex, new: u64) -> u64 {
+        self.touch(index);
+        self.word(index).swap(new, Ordering::AcqRel) // rule 2
+    }
+
+    /// Puts `new` if the slot still holds `current`. On success `current` is the caller's to retire.
+    #[must_use = "on success what the slot held must be retired, on failure the new object freed"]
+    pub(crate) fn compare_exchange(&self, index: SlotIndex, current: u64, new: u64) -> Result<(), u64> {
+        self.touch(index);
+        match self
+            .word(index)
+            .compare_exchange(current, new, Ordering::AcqRel, Ordering::Acquire)
+        {
+            Ok(_) => Ok(()),
+            Err(found) => Err(found),
+        }
+    }
+
+    /// The slots of `range` that may hold something: those on touched table pages.
+    pub(crate) fn touched_slots(&self, range: Range<u64>) -> impl Iterator<Item = SlotIndex> + '_ {
+        assert!(
+            range.start <= range.end && range.end <= self.slots,
+            "slots {range:?} of {}",
+            self.slots
+        );
+        let os_pages = range.start / SLOTS_PER_OS_PAGE..range.end.div_ceil(SLOTS_PER_OS_PAGE);
+        let touched = TouchedPages {
+            words: self.touched_words(),
+            next: os_pages.start,
+            end: os_pages.end,
+        };
+        touched.flat_map(move |os_page| {
+            let first = os_page * SLOTS_PER_OS_PAGE;
+            (first.max(range.start)..(first + SLOTS_PER_OS_PAGE).min(range.end)).map(|slot| SlotIndex(slot as u32))
+        })
+    }
+
+    fn word(&self, index: SlotIndex) -> &AtomicU64 {
+        assert!(u64::from(index.0) < self.slots, "slot {} of {}", index.0, self.slots);
+        &self.words.words()[index.0 as usize]
+    }
+
+    fn touched_words(&self) -> &[AtomicU64] {
+        self.touched.words()
+    }
+
+    fn touched_bit(&self, index: SlotIndex) -> (&AtomicU64, u64) {
+        let os_page = u64::from(index.0) / SLOTS_PER_OS_PAGE;
+        (&self.touched_words()[(os_page / BITS) as usize], 1 << (os_page % BITS))
+    }
+
+    /// Relaxed: the bit orders nothing. A reader that misses it was not ordered after the write that set it, and may
+    /// read the slot as it was before that write.
+    fn is_touched(&self, index: SlotIndex) -> bool {
+        let (word, bit) = self.touched_bit(index);
+        word.load(Ordering::Relaxed) & bit != 0
+    }
+
+    fn touch(&self, index: SlotIndex) {
+        let (word, bit) = self.touched_bit(index);
+        if word.load(Ordering::Relaxed) & bit == 0 {
+            word.fetch_or(bit, Ordering::Relaxed);
+        }
+    }
+}
+
+/// The set bits of a range, whole empty words at a time.
+struct TouchedPages<'a> {
+    words: &'a [AtomicU64],
+    next: u64,
+    end: u64,
+}
+
+impl Iterator for TouchedPages<'_> {
+    type Item = u64;
+
+    fn next(&mut self) -> Option<u64> {
+        while self.next < self.end {
+            let rest = self.words[(self.next / BITS) as usize].load(Ordering::Relaxed) >> (self.next % BITS);
+            if rest == 0 {
+                self.next = (self.next / BITS + 1) * BITS;
+                continue;
+            }
+            let found = self.next + u64::from(rest.trailing_zeros());
+            self.next = found + 1;
+            return (found < self.end).then_some(found);
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reading_a_table_touches_nothing() {
+        let table = Table::new("test", 1 << 28).unwrap(); // a disk of 1 TiB
+        for index in (0..1 << 28).step_by(99_999) {
+            assert_eq!(table.load(SlotIndex(index)), Slot::EMPTY);
+        }
+        assert_eq!(table.touched_slots(0..1 << 28).count(), 0);
+        assert_eq!(table.touched_bytes(), 0);
+        assert_eq!(rustix::fs::fstat(table.words.file().unwrap()).unwrap().st_blocks, 0);
+    }
+
+    #[test]
+    fn only_touched_pages_are_walked_and_ends_are_exact() {
+        let table = Table::new("test", 1 << 20).unwrap();
+        for index in [3, 70_000, 999_999] {
+            assert_eq!(table.swap(SlotIndex(index), 7 << 60), Slot::EMPTY);
+        }
+        let walked = |range| table.touched_slots(range).map(|slot| slot.0).collect::<Vec<_>>();
+        assert_eq!(walked(0..512), (0..512).collect::<Vec<_>>());
+        assert_eq!(walked(5..10), vec![5, 6, 7, 8, 9]);
+        assert_eq!(walked(70_001..70_003), vec![70_001, 70_002]);
+        assert_eq!(walked(512..69_632), Vec::<u32>::new());
+        assert_eq!(walked(0..1 << 20).len(), 3 * 512);
+        assert_eq!(table.touched_bytes(), 3 * 4096);
+    }
+
+    #[test]
+    fn a_lost_compare_exchange_says_what_it_found() {
+        let table = Table::new("test", 1).unwrap();
+        assert_eq!(table.compare_exchange(SlotIndex(0), Slot::EMPTY, 5 << 60), Ok(()));
+        assert_eq!(table.compare_exchange(SlotIndex(0), Slot::EMPTY, 6 << 60), Err(5 << 60));
+        assert_eq!(table.load(SlotIndex(0)), 5 << 60);
+    }
+}
