@@ -199,6 +199,24 @@ fn a_frontend_without_a_call_descriptor_polls() {
 }
 
 #[test]
+fn a_frontend_without_a_kick_descriptor_is_polled() {
+    let disk = Backend::daemon(DISK, &[]);
+    let mut guest = Guest::new(disk.connect());
+    let mut queue = guest.lay_out_queue(0, 64);
+    let addresses = Guest::ring_addresses(&queue);
+    guest.frontend.set_vring_num(0, queue.size).unwrap();
+    guest.frontend.set_vring_base(0, 0).unwrap();
+    guest.frontend.set_vring_addr(0, &addresses).unwrap();
+    guest.frontend.set_vring_call(0, queue.call.as_ref().unwrap()).unwrap();
+    guest.vring_without_fd(SET_VRING_KICK, 0);
+    guest.frontend.set_vring_enable(0, true).unwrap();
+    for i in 0..20 {
+        queue.write(i * 8, &page(i, 0));
+    }
+    assert!(queue.read(19 * 8, PAGE) == page(19, 0));
+}
+
+#[test]
 fn firmware_then_the_kernel_use_one_connection_with_one_memory_table() {
     let disk = Backend::daemon(DISK, &[]);
     let mut guest = Guest::with_features(disk.connect(), FIRMWARE_FEATURES);
