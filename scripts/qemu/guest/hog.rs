@@ -11,8 +11,8 @@ use std::process::exit;
 
 const PAGE_SIZE: usize = 4096;
 const PAGES_PER_MIB: u64 = 256;
-/// Pages per line of progress, and per read or write of a file: 16 MiB and 1 MiB.
-const PAGES_PER_REPORT: u64 = 16 * PAGES_PER_MIB;
+/// Pages per line of progress, and per read or write of a file: 32 MiB and 1 MiB.
+const PAGES_PER_REPORT: u64 = 32 * PAGES_PER_MIB;
 const PAGES_PER_BATCH: u64 = PAGES_PER_MIB;
 
 type Page = [u8; PAGE_SIZE];
