@@ -285,7 +285,9 @@ impl Ring {
             nested: false,
         };
         let mut index = head;
-        for _ in 0..self.descriptors_max() {
+        // One more than a chain has: the descriptor that refers to a table is not of the chain. Without a table that one
+        // more is a loop, and has a next.
+        for _ in 0..=self.descriptors_max() {
             let descriptor = table.read(mem, index)?;
             if descriptor.refers_to_indirect_table() {
                 table = self.indirect_table(&table, &descriptor)?;
@@ -599,9 +601,9 @@ pub(crate) mod tests {
             })
             .0
         };
-        // Ten direct ones, the one that refers to the table, and the table's.
-        assert_eq!(pop_with(SEG_MAX as u16 + 2 - 11), Pop::Chain(0));
-        assert_eq!(pop_with(SEG_MAX as u16 + 2 - 10), Pop::BadChain(0));
+        // Ten direct ones and the table's; the one that refers to the table does not count.
+        assert_eq!(pop_with(SEG_MAX as u16 + 2 - 10), Pop::Chain(0));
+        assert_eq!(pop_with(SEG_MAX as u16 + 2 - 9), Pop::BadChain(0));
     }
 
     #[test]

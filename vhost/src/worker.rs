@@ -287,22 +287,22 @@ impl QueueWorker {
 
     /// Serves some chains, then calls the driver once. `Break` when there are no more, or on stop.
     fn batch(&mut self, stop: &AtomicBool) -> Result<ControlFlow<()>, BrokenRing> {
-        let mut flow = ControlFlow::Continue(());
+        let mut flow = Ok(ControlFlow::Continue(()));
         for _ in 0..CHAINS_PER_BATCH {
-            if stop.load(Ordering::Relaxed) {
-                flow = ControlFlow::Break(());
-            } else {
-                flow = self.serve_one(stop)?;
-            }
-            if flow.is_break() {
+            flow = match stop.load(Ordering::Relaxed) {
+                true => Ok(ControlFlow::Break(())),
+                false => self.serve_one(stop),
+            };
+            if !matches!(flow, Ok(ControlFlow::Continue(()))) {
                 break;
             }
         }
         self.store.core.end_batch();
+        // Also when the ring breaks: the driver waits for what was completed before.
         if self.ring.wants_call(&self.mem)? {
             self.signals.call(self.counters());
         }
-        Ok(flow)
+        flow
     }
 
     /// Serves one chain, if there is one. `Break` if there is none, or it was put back because of a stop.
