@@ -36,7 +36,7 @@ qemu_machine() {
     [ "$accelerator" != tcg ] || accelerator=tcg,thread=single
     QEMU_ARGUMENTS+=(
         -object "memory-backend-memfd,id=mem,size=$1M,share=on"
-        -machine q35,memory-backend=mem -m "$1M" -smp "$2" -accel "$accelerator" -cpu max
+        -machine "q35,memory-backend=mem" -m "$1M" -smp "$2" -accel "$accelerator" -cpu max
     )
     qemu_bare
 }
