@@ -17,7 +17,7 @@ use tracing::{debug, warn};
 use crate::disk::Disk;
 use crate::protocol::{ErrorBody, IoStat, MmStat, PROTOCOL_VERSION, REQUEST_BYTES_MAX, Refusal, Request, Version};
 
-/// Clients at once. Each has a thread of [`STACK_BYTES`].
+/// Clients at once. Each has a thread with a small stack.
 pub const CLIENTS_MAX: usize = 32;
 const STACK_BYTES: usize = 256 << 10;
 /// A client that says nothing for so long is let go.

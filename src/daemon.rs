@@ -1,4 +1,4 @@
-//! Builds the disk, serves it, ends. Read [`Daemon::start`] and [`Daemon::serve`] from top to bottom: they are the life of
+//! Builds the disk, serves it, ends. Read `Daemon::start` and `Daemon::serve` from top to bottom: they are the life of
 //! the process.
 
 use std::io::{self, Read, Write};
