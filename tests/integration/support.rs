@@ -161,6 +161,10 @@ impl Backend {
         }
     }
 
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
     pub fn fd_count(&self) -> usize {
         fs::read_dir(self.proc("fd")).unwrap().count()
     }

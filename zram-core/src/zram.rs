@@ -15,7 +15,7 @@ use std::io;
 use std::num::NonZero;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::arena::{Arena, Full, Purpose, SEGMENT_SIZE, object_granules};
@@ -198,10 +198,31 @@ impl Zram {
         &self.io
     }
 
-    /// Gives one empty segment back to the host; false when there is none to give. For a disk without workers: these do
-    /// it in their idle time.
-    pub fn give_back(&self) -> bool {
-        self.arena.give_back()
+    /// A step of giving back, as [`Worker::upkeep`], for a disk that has no workers at the moment.
+    pub fn upkeep(&self) -> bool {
+        if let Some(mut orphans) = self.take_orphans() {
+            orphans.seal(&self.epochs);
+            // SAFETY: as in `Worker::end_batch`. Any heap will do: none is anybody's own now.
+            orphans.reclaim(&self.epochs, |word| unsafe { self.free(0, word) });
+            self.leave_orphans(orphans);
+        }
+        self.arena.give_back() && self.arena.has_surplus()
+    }
+
+    fn take_orphans(&self) -> Option<Retired> {
+        // Relaxed: the lock orders what it guards, and a flag seen late is seen the next time.
+        let there = self.has_orphans.swap(false, Ordering::Relaxed);
+        there.then(|| std::mem::take(&mut *self.orphans.lock().unwrap_or_else(PoisonError::into_inner)))
+    }
+
+    fn leave_orphans(&self, retired: Retired) {
+        if !retired.is_empty() {
+            self.orphans
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .append(retired);
+            self.has_orphans.store(true, Ordering::Relaxed);
+        }
     }
 
     /// Panics unless every gauge is what the slot table says, and the arena holds that and nothing else. Only for a disk
@@ -431,10 +452,8 @@ impl Worker {
     /// A step of giving back, some 20 us: frees what can be freed now, and returns one empty segment to the host. True
     /// when there is more to do at once. For the time when no request waits.
     pub fn upkeep(&mut self) -> bool {
-        if self.zram.has_orphans.swap(false, Ordering::Relaxed)
-            && let Ok(mut orphans) = self.zram.orphans.lock()
-        {
-            self.retired.append(std::mem::take(&mut orphans));
+        if let Some(orphans) = self.zram.take_orphans() {
+            self.retired.append(orphans);
         }
         self.end_batch();
         self.zram.arena.give_back() && self.zram.arena.has_surplus()
@@ -509,12 +528,7 @@ impl Drop for Worker {
                 break;
             }
         }
-        if !self.retired.is_empty()
-            && let Ok(mut orphans) = self.zram.orphans.lock()
-        {
-            orphans.append(std::mem::take(&mut self.retired));
-            self.zram.has_orphans.store(true, Ordering::Relaxed);
-        }
+        self.zram.leave_orphans(std::mem::take(&mut self.retired));
         self.zram.epochs.leave(self.id);
     }
 }

@@ -1,0 +1,79 @@
+//! What the host gets back, and when: measured as the daemon tells it and as the kernel has it.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::time::Duration;
+
+use crate::raw::{Guest, PAGE};
+use crate::raw::{Request, range};
+use crate::support::{Backend, Dice, wait_for};
+
+/// More than a worker gives back on its way out.
+const PAGES: u64 = 6144;
+const SECTORS: u64 = PAGES * 8;
+const AT_ONCE: u64 = 32;
+
+/// Fills the disk's first 24 MiB with what does not compress.
+fn fill(guest: &mut Guest) -> crate::raw::Queue {
+    let mut queue = guest.queue(0, 128);
+    let mut dice = Dice::new();
+    for page in (0..PAGES).step_by(AT_ONCE as usize) {
+        queue.write(page * 8, &dice.bytes(AT_ONCE as usize * PAGE));
+    }
+    queue
+}
+
+fn mem_used_total(backend: &Backend) -> u64 {
+    backend.stats()["mem_used_total"].as_u64().unwrap()
+}
+
+/// Bytes that the kernel has behind the arena's memory file.
+fn arena_bytes(backend: &Backend) -> u64 {
+    let fds = format!("/proc/{}/fd", backend.pid());
+    let arena = fs::read_dir(fds)
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .find(|path| fs::read_link(path).is_ok_and(|target| target.to_string_lossy().contains("zram-arena")));
+    fs::metadata(arena.unwrap()).unwrap().blocks() * 512
+}
+
+fn assert_comes_back(backend: &Backend) {
+    // A second is the promise; the machine may be busy.
+    wait_for("all memory is back", Duration::from_secs(5), || {
+        (mem_used_total(backend) == 0).then_some(())
+    });
+    assert_eq!(arena_bytes(backend), 0);
+}
+
+#[test]
+fn what_the_daemon_says_it_holds_is_what_the_kernel_has() {
+    let backend = Backend::daemon("64M", &[]);
+    let mut guest = Guest::new(backend.connect());
+    let _queue = fill(&mut guest);
+    let (told, held) = (mem_used_total(&backend), arena_bytes(&backend));
+    assert!(told >= PAGES * PAGE as u64, "{told}");
+    // OS pages of a segment that nothing was written to yet are not there.
+    assert!(
+        held <= told && told - held < 1 << 20,
+        "the daemon says {told}, the kernel {held}"
+    );
+}
+
+#[test]
+fn memory_comes_back_while_the_guest_is_idle() {
+    let backend = Backend::daemon("64M", &[]);
+    let mut guest = Guest::new(backend.connect());
+    let mut queue = fill(&mut guest);
+    assert_eq!(queue.run(&Request::discard(&[range(0, SECTORS as u32)])).status, 0);
+    assert_comes_back(&backend);
+}
+
+#[test]
+fn memory_comes_back_when_the_guest_leaves_right_after_a_discard() {
+    let backend = Backend::daemon("64M", &[]);
+    let mut guest = Guest::new(backend.connect());
+    let mut queue = fill(&mut guest);
+    assert_eq!(queue.run(&Request::discard(&[range(0, SECTORS as u32)])).status, 0);
+    drop((queue, guest));
+    assert_comes_back(&backend);
+}
