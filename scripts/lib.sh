@@ -8,7 +8,7 @@ PROGRAM=$(basename "$0")
 CACHE=${VZRAM_GUEST_CACHE:-$ROOT/target/guest}
 
 # Debian puts these outside a plain user's PATH; rustup installs for the user only.
-PATH=$PATH:/usr/sbin:/sbin:$HOME/.cargo/bin
+PATH=$PATH:/usr/sbin:/sbin:${HOME:-/root}/.cargo/bin
 
 say() { printf '%s\n' "$*" >&2; }
 

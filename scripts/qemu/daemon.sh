@@ -60,11 +60,32 @@ daemons_kill() {
     daemon_pids=()
 }
 
+vzramctl() {
+    local name=$1
+    shift
+    "$(dirname "$DAEMON")/vzramctl" --control "$work/$name.ctl" "$@"
+}
+
 # table NAME...: the host's view, one line per disk under one head.
 table() {
-    local name head=1
-    for name; do
-        "$(dirname "$DAEMON")/vzramctl" --control "$work/$name.ctl" | tail -n "+$head"
-        head=2
-    done
+    local name
+    for name; do vzramctl "$name"; done | awk '
+        NR == 1 || $1 != "NAME" {
+            rows++
+            for (i = 1; i <= NF; i++) {
+                cell[rows, i] = $i
+                if (length($i) > width[i]) width[i] = length($i)
+            }
+            if (NF > columns) columns = NF
+        }
+        END {
+            for (row = 1; row <= rows; row++) {
+                line = ""
+                # Names and words to the left, numbers to the right.
+                for (i = 1; i <= columns; i++)
+                    line = line sprintf("%" (i == 1 || i == 8 ? "-" : "") width[i] "s ", cell[row, i])
+                sub(/ +$/, "", line)
+                print line
+            }
+        }'
 }
