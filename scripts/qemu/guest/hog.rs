@@ -67,14 +67,21 @@ fn check_page(page: &Page, number: u64, seed: u64) {
     let mut expected = [0; PAGE_SIZE];
     fill_page(&mut expected, number, seed);
     if let Some(at) = (0..PAGE_SIZE).find(|&at| page[at] != expected[at]) {
-        println!("vzram: hog: page {number}, byte {at}: is {:#04x}, was {:#04x}", page[at], expected[at]);
+        println!(
+            "vzram: hog: page {number}, byte {at}: is {:#04x}, was {:#04x}",
+            page[at], expected[at]
+        );
         exit(1);
     }
 }
 
 fn report(what: &str, done: u64, all: u64) {
     if done % PAGES_PER_REPORT == 0 || done == all {
-        println!("vzram: hog: {what} {} of {} MiB", done / PAGES_PER_MIB, all / PAGES_PER_MIB);
+        println!(
+            "vzram: hog: {what} {} of {} MiB",
+            done / PAGES_PER_MIB,
+            all / PAGES_PER_MIB
+        );
     }
 }
 
@@ -103,7 +110,9 @@ fn for_batches(first: u64, pages: u64, mut each: impl FnMut(u64, &mut [u8])) {
 }
 
 fn pages_of(bytes: &mut [u8]) -> impl Iterator<Item = &mut Page> {
-    bytes.chunks_exact_mut(PAGE_SIZE).map(|chunk| chunk.try_into().expect("chunks are pages"))
+    bytes
+        .chunks_exact_mut(PAGE_SIZE)
+        .map(|chunk| chunk.try_into().expect("chunks are pages"))
 }
 
 fn write_file(path: &str, first: u64, pages: u64, seed: u64) -> std::io::Result<()> {
