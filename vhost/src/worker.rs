@@ -36,7 +36,8 @@ const CHAINS_PER_BATCH: usize = 64;
 /// Time between two rounds of giving memory back.
 const UPKEEP_PERIOD: Duration = Duration::from_millis(100);
 
-/// Time between two looks at a ring whose frontend gave no kick descriptor.
+/// Time between two looks at a ring whose frontend gave no kick descriptor, or at objects that a reader still held when
+/// the last batch ended.
 const POLL_MS: i32 = 1;
 
 const STOP: u64 = 0;
@@ -422,6 +423,7 @@ impl QueueWorker {
         match self.ring.broken() {
             None if matches!(self.kick, Kick::Polled) => POLL_MS,
             Some(BrokenRing::Defect) => -1,
+            None if self.store.core.has_retired() => POLL_MS,
             _ if self.store.core.has_upkeep() => UPKEEP_PERIOD.as_millis() as i32,
             _ => -1,
         }

@@ -449,6 +449,12 @@ impl Worker {
         !self.retired.is_empty() || self.zram.arena.has_surplus() || self.zram.has_orphans.load(Ordering::Relaxed)
     }
 
+    /// Whether objects wait for their grace period, which is over in microseconds as a rule: then call
+    /// [`Worker::end_batch`] again soon, since at the memory limit others may need their room.
+    pub fn has_retired(&self) -> bool {
+        !self.retired.is_empty()
+    }
+
     /// A step of giving back, some 20 us: frees what can be freed now, and returns one empty segment to the host. True
     /// when there is more to do at once. For the time when no request waits.
     pub fn upkeep(&mut self) -> bool {
