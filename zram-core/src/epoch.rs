@@ -34,6 +34,8 @@ pub(crate) struct Epochs {
     /// What each participant shows: `NOT_PINNED`, or the clock when it pinned itself.
     pins: Box<[CachePadded<AtomicU64>]>,
     taken: Box<[AtomicBool]>,
+    /// No participant from this place on ever was: so many pins have to be looked at.
+    places_used: AtomicU64,
 }
 
 impl Epochs {
@@ -44,13 +46,20 @@ impl Epochs {
                 .map(|_| CachePadded(AtomicU64::new(NOT_PINNED)))
                 .collect(),
             taken: (0..participants).map(|_| AtomicBool::new(false)).collect(),
+            places_used: AtomicU64::new(0),
         }
     }
 
     /// The lowest free place among the participants, so that the next worker inherits what the last one left warm.
     pub(crate) fn join(&self) -> Option<ParticipantId> {
         // Acquire pairs with the release of `leave`: counters and heap of the place pass from the last holder to us.
-        self.taken.iter().position(|taken| !taken.swap(true, Ordering::Acquire))
+        let place = self
+            .taken
+            .iter()
+            .position(|taken| !taken.swap(true, Ordering::Acquire))?;
+        // Relaxed: it comes before the fence of the first pin, and is read behind the fence of `horizon` (rule 3).
+        self.places_used.fetch_max(place as u64 + 1, Ordering::Relaxed);
+        Some(place)
     }
 
     pub(crate) fn leave(&self, participant: ParticipantId) {
@@ -84,7 +93,8 @@ impl Epochs {
         fence(Ordering::SeqCst); // pairs with the one in `pin`, rule 3
         // Acquire pairs with the release of a guard's drop, and of a later pin: the reads of that guard are over before we
         // reuse what it read.
-        let shown = self.pins.iter().map(|pin| pin.0.load(Ordering::Acquire));
+        let pins = &self.pins[..self.places_used.load(Ordering::Relaxed) as usize];
+        let shown = pins.iter().map(|pin| pin.0.load(Ordering::Acquire));
         shown.filter(|&shown| shown != NOT_PINNED).min().unwrap_or(u64::MAX)
     }
 }
@@ -196,7 +206,7 @@ mod tests {
         let (epochs, mut retired) = (Epochs::new(2), Retired::default());
         retired.push(1);
         retired.seal(&epochs);
-        let _guard = epochs.pin(1);
+        let _guard = epochs.pin(epochs.join().unwrap());
         assert_eq!(reclaimed(&mut retired, &epochs), [1]);
     }
 
@@ -254,8 +264,9 @@ mod loom_tests {
             let reader = {
                 let store = Arc::clone(&store);
                 thread::spawn(move || {
-                    let first = store.read(1);
-                    let second = store.read(1);
+                    let reader = store.epochs.join().unwrap();
+                    let first = store.read(reader);
+                    let second = store.read(reader);
                     assert!([10, 11].contains(&first) && [10, 11].contains(&second));
                     assert!(second >= first, "a page went back in time");
                 })
@@ -280,7 +291,7 @@ mod loom_tests {
             let merger = {
                 let store = Arc::clone(&store);
                 thread::spawn(move || {
-                    let _guard = store.epochs.pin(1);
+                    let _guard = store.epochs.pin(store.epochs.join().unwrap());
                     let found = store.slot.load(Ordering::Acquire);
                     // SAFETY: what the guard promises, and loom checks.
                     let value = store.objects[found as usize].with(|content| unsafe { *content });
