@@ -65,6 +65,10 @@ impl Mapping {
         let mapping = Mapping { base, len, memfd };
         // SAFETY: the range is the whole of our own mapping, and this advice changes no content.
         unsafe { madvise(base.as_ptr().cast(), len, Advice::LinuxDontDump) }?;
+        // Memory is counted and given back in OS pages; a huge page would bring more than was asked for. Kernels without
+        // huge pages refuse the advice, and need none.
+        // SAFETY: as above.
+        let _ = unsafe { madvise(base.as_ptr().cast(), len, Advice::LinuxNoHugepage) };
         Ok(mapping)
     }
 

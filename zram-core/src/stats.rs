@@ -113,6 +113,8 @@ pub(crate) struct Cells {
     pub(crate) huge_pages: Gauge,
     /// What objects take in the arena, headers and rounding included.
     pub(crate) granules: Gauge,
+    /// Objects that wait for their grace period.
+    pub(crate) retired: Gauge,
     pub(crate) huge_pages_since: Count,
     pub(crate) notify_free: Count,
     pub(crate) refused_writes: Count,
@@ -123,6 +125,11 @@ pub(crate) struct Cells {
 pub(crate) struct Gauge(AtomicI64);
 
 impl Gauge {
+    /// For the cells that are nobody's own.
+    pub(crate) fn add_shared(&self, amount: i64) {
+        self.0.fetch_add(amount, Ordering::Relaxed);
+    }
+
     pub(crate) fn add(&self, amount: i64) {
         self.0.store(self.0.load(Ordering::Relaxed) + amount, Ordering::Relaxed);
     }

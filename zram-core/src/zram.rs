@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::arena::{Arena, Full, Purpose, SEGMENT_SIZE, object_granules};
+use crate::arena::{Arena, Full, Purpose, Room, SEGMENT_SIZE, object_granules};
 use crate::codec::{Algorithm, Decompressors, Stream};
 use crate::epoch::{Epochs, Guard, ParticipantId, Retired};
 use crate::page::{PAGE_SIZE, Page, SECTOR_SIZE, SECTORS_PER_PAGE};
@@ -39,6 +39,8 @@ const RETIRED_OPEN_MAX: usize = 256;
 /// How long a write at the limit waits for others to leave what it could use: an object that a reader still holds, a
 /// heap in use. Long enough for a preempted holder to run again on a busy host; an error would cost the guest more.
 const GRACE_WAIT_MAX: Duration = Duration::from_millis(100);
+/// The part of it that is spent trying: a grace period lasts microseconds unless its reader was preempted.
+const GRACE_SPIN_MAX: Duration = Duration::from_millis(1);
 /// Segments that a leaving worker gives back: 16 MiB, a few milliseconds.
 const GIVEN_BACK_ON_LEAVE: usize = 256;
 
@@ -109,6 +111,7 @@ pub struct Zram {
     arena: Arena,
     epochs: Epochs,
     decompressors: Decompressors,
+    /// One for each worker, and one for what is done while there is none.
     cells: Box<[CachePadded<Cells>]>,
     io: IoCounters,
     /// What workers left behind whose grace period was not over.
@@ -142,7 +145,7 @@ impl Zram {
             epochs: Epochs::new(WORKERS_MAX),
             // One for each page that can be decoded at a time, and one for a worker that was preempted while decoding.
             decompressors: Decompressors::new(options.algorithm, cores + 1).ok_or(CreateError::Contexts)?,
-            cells: (0..WORKERS_MAX).map(|_| CachePadded::default()).collect(),
+            cells: (0..=WORKERS_MAX).map(|_| CachePadded::default()).collect(),
             io: IoCounters::default(),
             orphans: Mutex::default(),
             has_orphans: AtomicBool::new(false),
@@ -202,11 +205,15 @@ impl Zram {
     pub fn upkeep(&self) -> bool {
         if let Some(mut orphans) = self.take_orphans() {
             orphans.seal(&self.epochs);
-            // SAFETY: as in `Worker::end_batch`. Any heap will do: none is anybody's own now.
-            orphans.reclaim(&self.epochs, |word| unsafe { self.free(0, word) });
+            orphans.reclaim(&self.epochs, |word| {
+                // SAFETY: as in `Worker::end_batch`. Any heap will do: none is anybody's own now.
+                unsafe { self.free(0, word) };
+                self.cells[WORKERS_MAX].0.retired.add_shared(-1);
+            });
             self.leave_orphans(orphans);
         }
-        self.arena.give_back() && self.arena.has_surplus()
+        self.arena.take_queues_in();
+        self.arena.give_back() && self.arena.has_upkeep()
     }
 
     fn take_orphans(&self) -> Option<Retired> {
@@ -293,38 +300,35 @@ impl Zram {
         replaces: u64,
     ) -> Result<Slot, Full> {
         let replaced = slot_granules(Slot::unpack(replaces)).map_or(0, |(_, granules)| granules);
+        let live_granules = &|| stats::gauge(&self.cells, |cells| &cells.granules);
+        let room = |granules: usize| {
+            let purpose = if replaced >= granules {
+                Purpose::Replace
+            } else {
+                Purpose::Grow
+            };
+            Room {
+                heap: worker,
+                purpose,
+                live_granules,
+            }
+        };
         if let Some(value) = page.same_filled() {
             return match Slot::same_filled(value) {
                 Some(slot) => Ok(slot),
-                None => Ok(Slot::SameFilledObject(self.arena.store_value(
-                    worker,
-                    value,
-                    self.purpose(replaced, 1)?,
-                )?)),
+                None => Ok(Slot::SameFilledObject(self.arena.store_value(&room(1), value)?)),
             };
         }
         let compressed = stream.compress(page);
         let gains = object_granules(compressed.len()) < object_granules(PAGE_SIZE);
         let content = if gains { compressed } else { &page[..] };
-        let purpose = self.purpose(replaced, object_granules(content.len()))?;
-        let handle = self.arena.store(worker, index, content, purpose)?;
+        let handle = self
+            .arena
+            .store(&room(object_granules(content.len())), index, content)?;
         Ok(Slot::Stored {
             handle,
             len: content.len(),
         })
-    }
-
-    fn purpose(&self, replaced: usize, granules: usize) -> Result<Purpose, Full> {
-        if replaced >= granules {
-            Ok(Purpose::Replace)
-        } else if self
-            .arena
-            .may_grow(|| stats::gauge(&self.cells, |cells| &cells.granules))
-        {
-            Ok(Purpose::Grow)
-        } else {
-            Err(Full { transient: false })
-        }
     }
 
     /// Frees what a word points to. The caller keeps the promise of [`Arena::free`].
@@ -440,13 +444,20 @@ impl Worker {
     pub fn end_batch(&mut self) {
         let Worker { zram, id, retired, .. } = self;
         retired.seal(&zram.epochs);
-        // SAFETY: retired words were taken out of their slots by us, and reclaim gives each once, after its grace period.
-        retired.reclaim(&zram.epochs, |word| unsafe { zram.free(*id, word) });
+        let mut freed = 0;
+        retired.reclaim(&zram.epochs, |word| {
+            // SAFETY: we took retired words out of their slots, and reclaim gives each once, after its grace period.
+            unsafe { zram.free(*id, word) };
+            freed += 1;
+        });
+        if freed != 0 {
+            zram.cells[*id].0.retired.add(-freed);
+        }
     }
 
     /// Whether something waits to be given back: then sleep with a timeout and call [`Worker::upkeep`].
     pub fn has_upkeep(&self) -> bool {
-        !self.retired.is_empty() || self.zram.arena.has_surplus() || self.zram.has_orphans.load(Ordering::Relaxed)
+        !self.retired.is_empty() || self.zram.arena.has_upkeep() || self.zram.has_orphans.load(Ordering::Relaxed)
     }
 
     /// Whether objects wait for their grace period, which is over in microseconds as a rule: then call
@@ -462,7 +473,8 @@ impl Worker {
             self.retired.append(orphans);
         }
         self.end_batch();
-        self.zram.arena.give_back() && self.zram.arena.has_surplus()
+        self.zram.arena.take_queues_in();
+        self.zram.arena.give_back() && self.zram.arena.has_upkeep()
     }
 
     fn cells(&self) -> &Cells {
@@ -498,6 +510,7 @@ impl Worker {
             cells.huge_pages_since.add(1);
         }
         if slot_granules(replaced).is_some() {
+            cells.retired.add(1);
             self.retired.push(old);
             if self.retired.open() >= RETIRED_OPEN_MAX {
                 self.end_batch();
@@ -505,13 +518,14 @@ impl Worker {
         }
     }
 
-    /// After the arena was found full: frees what can be freed. An error when another try is of no use: a page that
-    /// needs more room is tried once more, one that others may soon make room for as long as `GRACE_WAIT_MAX`.
+    /// After the arena was found full: frees what can be freed. An error when another try is of no use: the first is
+    /// always of use, further ones while others use heaps or hold objects that may make room, for `GRACE_WAIT_MAX`.
     fn make_room(&mut self, waiting_since: &mut Option<Instant>, full: Full) -> Result<(), WriteError> {
-        let patience = if full.transient { GRACE_WAIT_MAX } else { Duration::ZERO };
+        let others_may = full.busy || stats::gauge(&self.zram.cells, |cells| &cells.retired) != 0;
         match *waiting_since {
             None => *waiting_since = Some(Instant::now()),
-            Some(since) if since.elapsed() < patience => std::thread::yield_now(),
+            Some(since) if others_may && since.elapsed() < GRACE_SPIN_MAX => std::thread::yield_now(),
+            Some(since) if others_may && since.elapsed() < GRACE_WAIT_MAX => std::thread::sleep(GRACE_SPIN_MAX),
             Some(_) => {
                 self.cells().refused_writes.add(1);
                 return Err(WriteError::LimitReached);

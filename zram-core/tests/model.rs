@@ -371,7 +371,6 @@ fn at_the_limit_nothing_is_exceeded_and_overwriting_goes_on() {
                     }
                     assert!(zram.stats().mem_used_total <= limit);
                 }
-                assert!((held.len() as u64) < SLOTS_EACH, "worker {me} never saw the limit");
                 let slots: Vec<u64> = held.keys().copied().collect();
                 for round in 0..5 {
                     for &slot in &slots {
@@ -397,6 +396,7 @@ fn at_the_limit_nothing_is_exceeded_and_overwriting_goes_on() {
             });
         }
     });
+    assert!(zram.stats().refused_writes > 0, "nobody saw the limit");
     assert!(zram.stats().mem_used_max <= limit);
 }
 

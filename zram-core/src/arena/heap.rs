@@ -6,7 +6,8 @@
 //! - bins have (segment, place) of every hole by its length, so that the smallest hole that fits is found at once.
 //!
 //! A bin's entry is never searched for when its hole changes: it stays, and whoever takes it from the bin sees that no
-//! such hole exists and drops it. When stale entries outnumber the holes, the bins are made anew.
+//! such hole exists and drops it. When stale entries outnumber the holes, the bins are made anew. Bins shrink as they
+//! empty: who makes holes of one length after another must not leave a large bin behind for each.
 //!
 //! Invariants: sum of holes + sum of live objects = granules of the owned segments; every hole has an entry in its bin;
 //! no two holes of a segment touch; a segment without objects is not kept.
@@ -62,6 +63,18 @@ const fn bin_of(len: usize) -> usize {
     }
 }
 
+/// Room for entries that a bin may keep whatever it holds: half a KiB.
+const BIN_ROOM_KEPT: usize = 64;
+
+/// Takes the newest entry. A bin keeps room for at most four times what it holds.
+fn pop_and_shrink(bin: &mut Vec<Entry>) -> Option<Entry> {
+    let entry = bin.pop();
+    if bin.capacity() > BIN_ROOM_KEPT && bin.len() < bin.capacity() / 4 {
+        bin.shrink_to(BIN_ROOM_KEPT.max(bin.len() * 2));
+    }
+    entry
+}
+
 impl Heap {
     /// Takes over an empty segment.
     pub(super) fn add_segment(&mut self, number: u32) -> Local {
@@ -99,7 +112,7 @@ impl Heap {
         debug_assert!((1..=super::OBJECT_GRANULES_MAX).contains(&granules));
         let mut bin = self.occupied_bin(granules)?;
         loop {
-            let Some(entry) = self.bins[bin].pop() else {
+            let Some(entry) = pop_and_shrink(&mut self.bins[bin]) else {
                 self.occupied[bin / 64] &= !(1 << (bin % 64));
                 bin = self.occupied_bin(bin + 1)?;
                 continue;
@@ -154,6 +167,9 @@ impl Heap {
             self.segments[local as usize] = None;
             self.vacant.push(local);
             self.holes -= 1;
+            if self.holes == 0 && self.segments() == 0 {
+                *self = Heap::default();
+            }
             return Some(number);
         }
         self.file(local, freed);
@@ -203,7 +219,7 @@ impl Heap {
 
     #[cold]
     fn file_all_anew(&mut self) {
-        self.bins.iter_mut().for_each(Vec::clear);
+        self.bins.iter_mut().for_each(|bin| *bin = Vec::new());
         self.entries = 0;
         self.occupied = Default::default();
         for (local, segment) in self.segments.iter().enumerate() {
@@ -333,6 +349,53 @@ mod tests {
             heap.holes
         );
         heap.check_consistency();
+    }
+
+    #[test]
+    fn bins_of_lengths_that_went_out_of_use_keep_no_room() {
+        let mut heap = Heap::default();
+        let locals: Vec<_> = (0..10).map(|number| heap.add_segment(number)).collect();
+        // One object stays in each, so that none leaves the heap.
+        let large = SEGMENT_GRANULES - super::super::OBJECT_GRANULES_MAX;
+        let ends: Vec<_> = std::iter::from_fn(|| heap.allocate(300)).collect();
+        for &(number, start) in ends.iter().filter(|end| end.1 < large) {
+            assert_eq!(heap.free(locals[number as usize], start, 300), None);
+        }
+        for length in 2..=200 {
+            // Objects of this length, kept apart by others, go first and leave as many holes of one length.
+            let (mut long, mut short) = (vec![], vec![]);
+            for _ in 0..10 * SEGMENT_GRANULES / 300 {
+                long.push(heap.allocate(length).unwrap());
+                short.push(heap.allocate(1).unwrap());
+            }
+            for (objects, granules) in [(long, length), (short, 1)] {
+                for (number, start) in objects {
+                    assert_eq!(heap.free(locals[number as usize], start, granules), None);
+                }
+            }
+            let room: usize = heap.bins.iter().map(Vec::capacity).sum();
+            let bound = BIN_ROOM_KEPT * length + 4 * heap.entries + 4096;
+            assert!(
+                room <= bound,
+                "room for {room} entries, {bound} at most, after length {length}"
+            );
+        }
+        heap.check_consistency();
+    }
+
+    #[test]
+    fn a_bin_shrinks_as_it_empties() {
+        let mut heap = Heap::default();
+        let local = heap.add_segment(0);
+        let places: Vec<_> = (0..SEGMENT_GRANULES / 2).map(|_| heap.allocate(1).unwrap().1).collect();
+        let rest = heap.allocate(400).unwrap().1;
+        places
+            .iter()
+            .step_by(2)
+            .for_each(|&place| assert_eq!(heap.free(local, place, 1), None));
+        assert!(heap.bins[1].capacity() >= 2048);
+        while heap.allocate(1).is_some_and(|(_, place)| place < rest) {}
+        assert!(heap.bins[1].capacity() <= BIN_ROOM_KEPT, "{}", heap.bins[1].capacity());
     }
 
     proptest! {

@@ -16,11 +16,12 @@
 //! to the end of their grace period.
 //!
 //! 1. Every segment in use belongs to one heap, every heap to whoever holds its lock, and the lock is only ever *tried*:
-//!    a worker uses its own heap, whose lock nobody else wants; when it is taken all the same, the next heap does. So a
+//!    a worker uses its own heap, whose lock others rarely want; when it is taken all the same, the next heap does. So a
 //!    heap whose worker stopped is everybody's, and nobody waits.
 //! 2. An object whose heap is not to be had at the moment is pushed to that heap's queue, through its own first 8 bytes;
 //!    whoever next holds the heap takes the queue in.
-//! 3. Nothing is taken beyond the limit, see `segments.rs`.
+//! 3. Nothing is taken beyond the limit, see `segments.rs`. And no heap grows while the segments in use are sparse and
+//!    another heap has room: else what one queue filled would stay half empty while others fill segments of their own.
 
 mod heap;
 mod segments;
@@ -28,7 +29,7 @@ mod stack;
 
 use std::io;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
 use crate::epoch::Guard;
@@ -53,17 +54,30 @@ const _: () = assert!(OBJECT_GRANULES_MAX < 1 << QUEUE_LENGTH_BITS);
 /// A segment's home is its heap and its index there, as one 32-bit word.
 const HOME_LOCAL_BITS: u32 = 24;
 const _: () = assert!(GRANULES_MAX / SEGMENT_GRANULES as u64 <= 1 << HOME_LOCAL_BITS);
+/// Segments in use are sparse when more than this share of them is free.
+const SPARSE_SHARE: u64 = 32;
+/// How often a heap that is in use for a moment is tried.
+const TRIES: usize = 3;
 
 /// Granules of an object with `len` bytes of content.
 pub(crate) fn object_granules(len: usize) -> usize {
     (HEADER_SIZE + len).div_ceil(GRANULE_SIZE)
 }
 
+/// For whom and for what an object is stored.
+pub(crate) struct Room<'a> {
+    /// The heap of the worker.
+    pub(crate) heap: usize,
+    pub(crate) purpose: Purpose,
+    /// What all objects in slots take. Asked for only when the worker's heap has no hole that fits.
+    pub(crate) live_granules: &'a dyn Fn() -> u64,
+}
+
 /// Nothing fits below the limit now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Full {
-    /// Another try may succeed soon: a heap was in use, or what was to be replaced will make room.
-    pub(crate) transient: bool,
+    /// A heap that may have room was in use: another try may succeed.
+    pub(crate) busy: bool,
 }
 
 #[derive(Debug)]
@@ -73,11 +87,15 @@ pub(crate) struct Arena {
     /// For each segment in use: its heap and its index there.
     homes: Mapping,
     heaps: Box<[CachePadded<HeapPlace>]>,
+    /// Some queue could not be taken in by who filled it, and perhaps nobody else will come by.
+    queue_left: AtomicBool,
 }
 
 #[derive(Debug, Default)]
 struct HeapPlace {
     heap: Mutex<Heap>,
+    /// Segments of the heap, so that an empty one is passed over without its lock.
+    segments: AtomicUsize,
     /// Freed objects that wait for the heap, newest first: 0 or the word of `queue_word`.
     queue: AtomicU64,
 }
@@ -86,24 +104,25 @@ impl Arena {
     /// An arena for `pages` pages, of which `limit_bytes` may be in memory, with a heap for each of `heaps` workers.
     pub(crate) fn new(name: &str, pages: u64, limit_bytes: Option<u64>, heaps: usize) -> io::Result<Arena> {
         assert!(heaps <= 1 << (u32::BITS - HOME_LOCAL_BITS));
-        // The worst case without a limit: all pages huge, 15 to a segment, every heap with a segment of its own that is
-        // all but empty, and as much again as an eighth waiting for its grace period or lost between objects.
+        // Address space costs nothing and is no limit: four times what it takes to keep every page whole, 15 to a
+        // segment, and 256 MiB for what waits for its grace period.
         let pages_per_segment = (SEGMENT_GRANULES / OBJECT_GRANULES_MAX) as u64;
-        let worst = pages.div_ceil(pages_per_segment) * 9 / 8 + 2 * heaps as u64 + 16;
-        let count = worst.min(GRANULES_MAX / SEGMENT_GRANULES as u64) as u32;
+        let ample = pages.div_ceil(pages_per_segment) * 4 + (256 << 20) / SEGMENT_SIZE as u64;
+        let count = ample.min(GRANULES_MAX / SEGMENT_GRANULES as u64) as u32;
         let limit = limit_bytes.map(|bytes| bytes / SEGMENT_SIZE as u64);
         Ok(Arena {
             bytes: Mapping::memfd(&format!("zram-arena-{name}"), count as usize * SEGMENT_SIZE)?,
             segments: Segments::new(count, limit)?,
             homes: Mapping::anonymous(count as usize * size_of::<u32>())?,
             heaps: (0..heaps).map(|_| CachePadded(HeapPlace::default())).collect(),
+            queue_left: AtomicBool::new(false),
         })
     }
 
     /// Stores `content`, 1 to 4,096 bytes, for a slot. Nobody can see the object until the handle is published.
-    pub(crate) fn store(&self, heap: usize, slot: SlotIndex, content: &[u8], purpose: Purpose) -> Result<Handle, Full> {
+    pub(crate) fn store(&self, room: &Room<'_>, slot: SlotIndex, content: &[u8]) -> Result<Handle, Full> {
         let granules = object_granules(content.len());
-        let handle = self.allocate(heap, granules, purpose)?;
+        let handle = self.allocate(room, granules)?;
         let object = self.address(handle, granules * GRANULE_SIZE);
         // SAFETY: the granules were free and are ours alone until the handle is published; both writes stay inside them,
         // and `content` is a reference, so it does not lie in them.
@@ -117,8 +136,8 @@ impl Arena {
     }
 
     /// Stores a same-filled page's word.
-    pub(crate) fn store_value(&self, heap: usize, value: u64, purpose: Purpose) -> Result<Handle, Full> {
-        let handle = self.allocate(heap, 1, purpose)?;
+    pub(crate) fn store_value(&self, room: &Room<'_>, value: u64) -> Result<Handle, Full> {
+        let handle = self.allocate(room, 1)?;
         // SAFETY: as in `store`; a granule is 8 bytes, aligned to 8.
         unsafe { self.address(handle, GRANULE_SIZE).cast::<u64>().write(value) };
         Ok(handle)
@@ -158,12 +177,9 @@ impl Arena {
         }
         self.enqueue(home, handle, granules);
         // If the heap is to be had, take the queue in at once: its worker may have stopped and would never do it.
-        drop(self.try_heap(home));
-    }
-
-    /// Whether empty segments wait to go back to the host.
-    pub(crate) fn has_surplus(&self) -> bool {
-        self.segments.has_surplus()
+        if self.try_heap(home).is_none() {
+            self.queue_left.store(true, Ordering::Relaxed);
+        }
     }
 
     /// Gives one empty segment back to the host; false when there is none to give.
@@ -172,12 +188,20 @@ impl Arena {
             .give_back(|number| self.bytes.punch_hole(number as usize * SEGMENT_SIZE, SEGMENT_SIZE))
     }
 
-    /// Whether a disk whose objects take `live_granules` may grow. It may not once overwriting took a segment of the
-    /// reserve: what is free then, in holes anywhere, is what overwriting goes on with. Unless that is much, after
-    /// discards: an eighth, twice of what the ends of segments full of huge pages are.
-    pub(crate) fn may_grow(&self, live_granules: impl FnOnce() -> u64) -> bool {
-        let bound = self.segments.grow_bound();
-        self.segments.in_use() <= bound || live_granules() <= bound * SEGMENT_GRANULES as u64 / 8 * 7
+    /// Takes in the queues that who filled them could not. For idle time.
+    pub(crate) fn take_queues_in(&self) {
+        if self.queue_left.swap(false, Ordering::Relaxed) {
+            for (number, place) in self.heaps.iter().enumerate() {
+                if place.0.queue.load(Ordering::Relaxed) != 0 && self.try_heap(number).is_none() {
+                    self.queue_left.store(true, Ordering::Relaxed);
+                }
+            }
+        }
+    }
+
+    /// Whether there is something for idle time: queues left, or empty segments to give back.
+    pub(crate) fn has_upkeep(&self) -> bool {
+        self.queue_left.load(Ordering::Relaxed) || self.segments.has_surplus()
     }
 
     /// Host memory that segments hold.
@@ -190,30 +214,62 @@ impl Arena {
         self.segments.held_bytes_max()
     }
 
-    fn allocate(&self, own: usize, granules: usize, purpose: Purpose) -> Result<Handle, Full> {
-        let mut grown = false;
-        let mut transient = purpose == Purpose::Replace;
-        for number in (own..self.heaps.len()).chain(0..own) {
-            let Some(mut heap) = self.try_heap(number) else {
-                transient = true;
-                continue;
-            };
-            if let Some(place) = heap.allocate(granules) {
-                return Ok(handle_at(place));
-            }
-            // Only the first heap to be had grows; when the limit forbids it, holes in any other will do.
-            if !std::mem::replace(&mut grown, true)
-                && let Some(segment) = self.segments.take(purpose)
-            {
-                let local = heap.add_segment(segment);
-                self.set_home(segment, number, local);
-                let place = heap
-                    .allocate(granules)
-                    .expect("a fresh segment has room for any object");
-                return Ok(handle_at(place));
-            }
+    fn allocate(&self, room: &Room<'_>, granules: usize) -> Result<Handle, Full> {
+        let in_use = self.segments.in_use();
+        let bound = self.segments.grow_bound();
+        // Once overwriting took a segment of the reserve, what is free, in holes anywhere, is what it goes on with; a disk
+        // grows only where much is free, after discards: an eighth, twice of what the ends of segments full of huge pages
+        // are.
+        let grows = room.purpose == Purpose::Grow;
+        if grows && in_use > bound && (room.live_granules)() > bound * SEGMENT_GRANULES as u64 / 8 * 7 {
+            return Err(Full { busy: false });
         }
-        Err(Full { transient })
+        if let Some(place) = self.try_heap(room.heap).and_then(|mut heap| heap.allocate(granules)) {
+            return Ok(handle_at(place));
+        }
+        let used = in_use * SEGMENT_GRANULES as u64;
+        let mut busy = false;
+        let is_sparse = used.saturating_sub((room.live_granules)()) > used / SPARSE_SHARE;
+        if is_sparse && let Some(handle) = self.allocate_elsewhere(room.heap, granules, &mut busy) {
+            return Ok(handle);
+        }
+        if let Some(handle) = self.allocate_fresh(room, granules) {
+            return Ok(handle);
+        }
+        self.allocate_elsewhere(room.heap, granules, &mut busy)
+            .ok_or(Full { busy })
+    }
+
+    /// A place in any heap, `own` last.
+    fn allocate_elsewhere(&self, own: usize, granules: usize, busy: &mut bool) -> Option<Handle> {
+        let others = (own + 1..self.heaps.len()).chain(0..=own);
+        others
+            .filter(|&number| self.heaps[number].0.segments.load(Ordering::Relaxed) != 0)
+            .find_map(|number| {
+                let heap = (0..TRIES).find_map(|_| {
+                    std::hint::spin_loop();
+                    self.try_heap(number)
+                });
+                *busy |= heap.is_none();
+                heap?.allocate(granules).map(handle_at)
+            })
+    }
+
+    /// A place in a segment that was empty, for the first heap to be had.
+    fn allocate_fresh(&self, room: &Room<'_>, granules: usize) -> Option<Handle> {
+        let numbers = (room.heap..self.heaps.len()).chain(0..room.heap);
+        let (number, mut heap) = numbers
+            .map(|number| (number, self.try_heap(number)))
+            .find(|(_, heap)| heap.is_some())?;
+        let heap = heap.as_mut()?;
+        let segment = self.segments.take(room.purpose)?;
+        let local = heap.add_segment(segment);
+        self.heaps[number].0.segments.fetch_add(1, Ordering::Relaxed);
+        self.set_home(segment, number, local);
+        let place = heap
+            .allocate(granules)
+            .expect("a fresh segment has room for any object");
+        Some(handle_at(place))
     }
 
     /// The heap, with its queue taken in, if nobody else uses it now. A heap whose user panicked stays locked for good.
@@ -256,9 +312,10 @@ impl Arena {
 
     fn free_into(&self, heap: &mut Heap, handle: Handle, granules: usize) {
         let segment = segment_of(handle);
-        let (_, local) = self.home(segment);
+        let (home, local) = self.home(segment);
         if let Some(emptied) = heap.free(local, handle.granule() as usize % SEGMENT_GRANULES, granules) {
             debug_assert_eq!(emptied, segment);
+            self.heaps[home].0.segments.fetch_sub(1, Ordering::Relaxed);
             self.segments.release(segment);
         }
     }
@@ -321,6 +378,14 @@ mod tests {
     use super::*;
     use crate::epoch::Epochs;
 
+    fn room(heap: usize, purpose: Purpose) -> Room<'static> {
+        Room {
+            heap,
+            purpose,
+            live_granules: &|| 0,
+        }
+    }
+
     fn content(arena: &Arena, handle: Handle, len: usize) -> Vec<u8> {
         let epochs = Epochs::new(1);
         let guard = epochs.pin(0);
@@ -335,7 +400,12 @@ mod tests {
         let stored: Vec<_> = (0..2000usize)
             .map(|n| {
                 let mark = vec![n as u8; lens[n % lens.len()]];
-                (arena.store(0, SlotIndex(n as u32), &mark, Purpose::Grow).unwrap(), mark)
+                (
+                    arena
+                        .store(&room(0, Purpose::Grow), SlotIndex(n as u32), &mark)
+                        .unwrap(),
+                    mark,
+                )
             })
             .collect();
         for (handle, mark) in &stored {
@@ -348,7 +418,11 @@ mod tests {
     fn everything_freed_goes_back_to_the_host() {
         let arena = Arena::new("test", 4096, None, 2).unwrap();
         let handles: Vec<_> = (0..500)
-            .map(|n| arena.store(n % 2, SlotIndex(0), &[7; 4096], Purpose::Grow).unwrap())
+            .map(|n| {
+                arena
+                    .store(&room(n % 2, Purpose::Grow), SlotIndex(0), &[7; 4096])
+                    .unwrap()
+            })
             .collect();
         let blocks = || rustix::fs::fstat(arena.bytes.file().unwrap()).unwrap().st_blocks;
         assert!(blocks() > 500 * 8);
@@ -364,9 +438,9 @@ mod tests {
     #[test]
     fn a_heap_in_use_elsewhere_delays_nobody() {
         let arena = Arena::new("test", 4096, None, 2).unwrap();
-        let handle = arena.store(0, SlotIndex(0), &[1; 100], Purpose::Grow).unwrap();
+        let handle = arena.store(&room(0, Purpose::Grow), SlotIndex(0), &[1; 100]).unwrap();
         let held = arena.heaps[0].0.heap.lock().unwrap();
-        let other = arena.store(0, SlotIndex(1), &[2; 100], Purpose::Grow).unwrap();
+        let other = arena.store(&room(0, Purpose::Grow), SlotIndex(1), &[2; 100]).unwrap();
         assert_eq!(arena.home(segment_of(other)).0, 1, "the next heap took it");
         // SAFETY: published nowhere.
         unsafe { arena.free(0, handle, object_granules(100)) };
@@ -385,17 +459,20 @@ mod tests {
     fn at_the_limit_any_heap_with_room_will_do() {
         let arena = Arena::new("test", 4096, Some(4 * SEGMENT_SIZE as u64), 4).unwrap();
         let mut handles = vec![];
-        while let Ok(handle) = arena.store(0, SlotIndex(0), &[1; 4096], Purpose::Replace) {
+        while let Ok(handle) = arena.store(&room(0, Purpose::Replace), SlotIndex(0), &[1; 4096]) {
             handles.push(handle);
         }
         assert_eq!(arena.held_bytes(), 4 * SEGMENT_SIZE as u64);
         assert_eq!(
-            arena.store(3, SlotIndex(0), &[1; 4096], Purpose::Replace),
-            Err(Full { transient: true })
+            arena.store(&room(3, Purpose::Replace), SlotIndex(0), &[1; 4096]),
+            Err(Full { busy: false })
         );
         // SAFETY: published nowhere.
         unsafe { arena.free(2, handles[5], object_granules(4096)) };
-        assert_eq!(arena.store(3, SlotIndex(0), &[1; 4096], Purpose::Grow), Ok(handles[5]));
+        assert_eq!(
+            arena.store(&room(3, Purpose::Grow), SlotIndex(0), &[1; 4096]),
+            Ok(handles[5])
+        );
     }
 
     #[test]

@@ -41,7 +41,7 @@ pub enum ParseAlgorithmError {
     /// No codec has this name.
     #[error("unknown algorithm '{0}': it is one of lz4, zstd")]
     UnknownName(String),
-    /// The text is not NAME or NAME(key=value,...).
+    /// The text is not NAME or NAME(key=value,...), with each key once.
     #[error("'{0}' is not NAME or NAME(key=value,...)")]
     Form(String),
     /// The codec has no such parameter.
@@ -75,12 +75,10 @@ impl FromStr for Algorithm {
 
     /// `NAME` or `NAME(key=value,...)`, as zram-generator writes it.
     fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let form = || ParseAlgorithmError::Form(text.into());
         let (name, parameters) = match text.split_once('(') {
-            None => (text, ""),
-            Some((name, rest)) => (
-                name,
-                rest.strip_suffix(')').ok_or(ParseAlgorithmError::Form(text.into()))?,
-            ),
+            None => (text, None),
+            Some((name, rest)) => (name, Some(rest.strip_suffix(')').ok_or_else(form)?)),
         };
         let mut algorithm = match name {
             "lz4" => Algorithm::Lz4,
@@ -89,10 +87,13 @@ impl FromStr for Algorithm {
             },
             _ => return Err(ParseAlgorithmError::UnknownName(name.into())),
         };
-        for parameter in parameters.split(',').filter(|parameter| !parameter.is_empty()) {
-            let (key, value) = parameter
-                .split_once('=')
-                .ok_or(ParseAlgorithmError::Form(text.into()))?;
+        let mut keys = vec![];
+        for parameter in parameters.iter().flat_map(|parameters| parameters.split(',')) {
+            let (key, value) = parameter.split_once('=').ok_or_else(form)?;
+            if keys.contains(&key.trim()) {
+                return Err(form());
+            }
+            keys.push(key.trim());
             algorithm.set(key.trim(), value.trim())?;
         }
         Ok(algorithm)
@@ -403,6 +404,9 @@ mod tests {
             error("zstd(level=1"),
             "'zstd(level=1' is not NAME or NAME(key=value,...)"
         );
+        for text in ["zstd()", "zstd(level=1,)", "zstd(level=1,level=2)"] {
+            assert_eq!(error(text), format!("'{text}' is not NAME or NAME(key=value,...)"));
+        }
         assert_eq!(error("zstd(level)"), "'zstd(level)' is not NAME or NAME(key=value,...)");
     }
 }
