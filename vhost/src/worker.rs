@@ -10,7 +10,7 @@
 //! Chains are completed one by one in the order of the avail ring, so the used index is a full account at any moment.
 
 use std::fs::File;
-use std::io::{self, Read, Write};
+use std::io::{self, Write};
 use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,6 +19,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use epoll::Events;
+use rustix::event::{PollFd, PollFlags, Timespec};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use zram_core::Page;
@@ -101,10 +102,18 @@ impl Signals {
     }
 }
 
-/// Writes to the descriptor, which does not block. False if there is none.
+/// Writes to the descriptor if it can take it. False if there is none.
 fn signal(file: &Mutex<Option<File>>) -> io::Result<bool> {
     match &*file.lock().unwrap_or_else(PoisonError::into_inner) {
-        Some(file) => (&*file).write_all(&1u64.to_ne_bytes()).map(|()| true),
+        Some(file) => {
+            // That it does not block was set when it came; but the frontend shares that setting and may have undone it.
+            let mut fds = [PollFd::new(file, PollFlags::OUT)];
+            rustix::event::poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }))?;
+            if !fds[0].revents().contains(PollFlags::OUT) {
+                return Err(io::ErrorKind::WouldBlock.into());
+            }
+            (&*file).write_all(&1u64.to_ne_bytes()).map(|()| true)
+        }
         None => Ok(false),
     }
 }
@@ -157,7 +166,8 @@ pub(crate) fn start(parts: Parts) -> io::Result<RunningWorker> {
     let poller = Poller::new()?;
     poller.add(&stop.event, Events::EPOLLIN, STOP)?;
     if let Kick::File(file) = &parts.kick {
-        // Edge-triggered: a descriptor that stays readable whatever is done to it must not keep a core busy.
+        // Edge-triggered and never read: each kick is an edge of its own, and a read can block, when the frontend, who
+        // shares the descriptor's settings, has it so and takes the kick away before us.
         poller.add(&**file, Events::EPOLLIN | Events::EPOLLET, KICK)?;
     }
     let name = thread_name(parts.shared.disk.name(), Some(parts.index));
@@ -204,13 +214,8 @@ impl Worker {
 
     /// Waits for a kick, the stop event or the time for upkeep.
     fn sleep(&mut self) -> io::Result<()> {
-        let timeout_ms = self.queue.sleep_ms();
-        for token in self.poller.wait(timeout_ms)? {
-            if token == KICK {
-                self.queue.clear_kick();
-            }
-        }
-        Ok(())
+        // Whatever woke it, the turn looks at the ring and at the stop flag.
+        self.poller.wait(self.queue.sleep_ms()).map(drop)
     }
 }
 
@@ -409,13 +414,6 @@ impl QueueWorker {
 
     fn counters(&self) -> &QueueCounters {
         self.shared.queue_counters(self.index)
-    }
-
-    /// Takes the kick. What cannot be read is looked at all the same: the descriptor is the frontend's affair.
-    fn clear_kick(&self) {
-        if let Kick::File(file) = &self.kick {
-            let _ = (&**file).read(&mut [0; 8]);
-        }
     }
 
     /// How long to sleep if nothing happens.

@@ -589,6 +589,25 @@ fn no_kick_is_missed() {
 }
 
 #[test]
+fn a_call_made_blocking_and_full_behind_our_back_holds_up_nobody() {
+    let rig = rig();
+    let mut client = rig.client();
+    let mut queue = client.start_queue(0);
+    queue.write(0, &page(1));
+    // The file's settings belong to whoever holds it, and the frontend does too.
+    rustix::fs::fcntl_setfl(&queue.call, rustix::fs::OFlags::empty()).unwrap();
+    let _ = rustix::io::read(&queue.call, &mut [0; 8]);
+    queue.call.write(u64::MAX - 1).unwrap();
+    for _ in 0..10 {
+        queue.write(0, &page(2));
+    }
+    drop((queue, client));
+    // The next frontend is served, so the worker has ended.
+    let mut client = rig.client();
+    assert_eq!(client.start_queue(0).read(0, 4096), page(2));
+}
+
+#[test]
 fn a_full_blocking_pipe_as_call_holds_up_nobody() {
     let rig = rig();
     let mut client = rig.client();
