@@ -593,11 +593,18 @@ fn a_call_made_blocking_and_full_behind_our_back_holds_up_nobody() {
     let rig = rig();
     let mut client = rig.client();
     let mut queue = client.start_queue(0);
-    queue.write(0, &page(1));
+    let event = rustix::event::eventfd(0, rustix::event::EventfdFlags::NONBLOCK).unwrap();
+    let call = [13u32, 1, 8, 0, 0].map(u32::to_ne_bytes).concat();
+    send_with_fd(&client.raw, &call, &event);
+    client.frontend.get_queue_num().unwrap();
     // The file's settings belong to whoever holds it, and the frontend does too.
-    rustix::fs::fcntl_setfl(&queue.call, rustix::fs::OFlags::empty()).unwrap();
-    let _ = rustix::io::read(&queue.call, &mut [0; 8]);
-    queue.call.write(u64::MAX - 1).unwrap();
+    rustix::io::write(&event, &(u64::MAX - 1).to_ne_bytes())
+        .or_else(|_| {
+            rustix::io::read(&event, &mut [0; 8])?;
+            rustix::io::write(&event, &(u64::MAX - 1).to_ne_bytes())
+        })
+        .unwrap();
+    rustix::fs::fcntl_setfl(&event, rustix::fs::OFlags::empty()).unwrap();
     for _ in 0..10 {
         queue.write(0, &page(2));
     }
