@@ -31,8 +31,10 @@ use crate::poller::Poller;
 use crate::request::{self, Outcome, Ranges, Refusal, Request};
 use crate::ring::{BrokenRing, Chain, Pop, Ring};
 
-/// Chains between two looks at whether to call the driver: bounds how long a completion waits behind others.
-const CHAINS_PER_BATCH: usize = 64;
+/// Chains between two looks at whether to call the driver. Bounds how long a completion waits behind others, and lets a
+/// driver that sleeps refill the ring while the rest of it is served: with 64, driver and device slept in turn at depth 32
+/// (246 k reads/s and 125 k writes/s, with 16 it is 375 k and 154 k, with 4 it is 415 k and 137 k).
+const CHAINS_PER_BATCH: usize = 16;
 
 /// Time between two rounds of giving memory back.
 const UPKEEP_PERIOD: Duration = Duration::from_millis(100);
