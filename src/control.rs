@@ -34,15 +34,18 @@ pub fn serve(listener: UnixListener, disk: Arc<Disk>) -> io::Result<()> {
         .name("control".into())
         .stack_size(STACK_BYTES)
         .spawn(move || {
+            let mut was_told = false;
             for stream in listener.incoming() {
-                match stream.and_then(|stream| greet(stream, &disk, &clients)) {
-                    Ok(()) => {}
-                    // Out of descriptors or threads. The next try would fail at once: wait for some to come back.
-                    Err(error) => {
-                        warn!(disk = disk.name(), "a control client was turned away: {error}");
-                        thread::sleep(Duration::from_millis(100));
+                let greeted = stream.and_then(|stream| greet(stream, &disk, &clients));
+                if let Err(error) = &greeted {
+                    // Out of descriptors or threads: said once, until it goes well again. The next try would fail at once:
+                    // wait for some to come back.
+                    if !was_told {
+                        warn!(disk = disk.name(), "control clients are turned away: {error}");
                     }
+                    thread::sleep(Duration::from_millis(100));
                 }
+                was_told = greeted.is_err();
             }
         })?;
     Ok(())

@@ -8,6 +8,9 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
@@ -155,7 +158,13 @@ impl Daemon {
         }
         notify(&[NotifyState::Stopping]);
         drop(self.socket_files);
-        self.disk.stop();
+        let disk = self.disk;
+        if !ends_within(STOP_TIME_MAX, move || disk.stop()) {
+            logging::say(
+                Priority::Warning,
+                "the device does not stop, its frontend holds it up: ending without it",
+            );
+        }
         Ok(())
     }
 
@@ -194,6 +203,20 @@ enum Event {
     Stop,
     Dump,
     DeviceEnded,
+}
+
+/// How long the device may take to stop. It takes milliseconds, unless a frontend has found a way to hold a worker up: by
+/// memory that it serves itself and does not serve, for one.
+const STOP_TIME_MAX: Duration = Duration::from_millis(800);
+
+/// Does `work` on the side, and waits for it so long. What is not done then is left to the end of the process.
+fn ends_within(time: Duration, work: impl FnOnce() + Send + 'static) -> bool {
+    let (done, is_done) = mpsc::channel();
+    let worker = thread::Builder::new().name("stop".into()).spawn(move || {
+        work();
+        let _ = done.send(());
+    });
+    worker.is_ok() && is_done.recv_timeout(time).is_ok()
 }
 
 /// The control socket is for the daemon's user alone.
@@ -326,4 +349,17 @@ impl Signals {
 fn drain(mut source: &UnixStream) {
     let mut bytes = [0; 64];
     while source.read(&mut bytes).is_ok_and(|count| count == bytes.len()) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_end_does_not_wait_for_what_never_ends() {
+        assert!(ends_within(Duration::from_secs(10), || {}));
+        assert!(!ends_within(Duration::from_millis(10), || thread::sleep(
+            Duration::from_secs(60)
+        )));
+    }
 }

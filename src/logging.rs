@@ -1,9 +1,13 @@
 //! Log lines on stderr, one line an event: the time and the level, or, when stderr is the journal, the priority that the
 //! journal understands (`sd-daemon(3)`) instead of both.
+//!
+//! Nobody waits for whoever reads them: a line that does not get through is dropped and counted.
 
 use std::fmt;
 use std::io::{self, Write};
+use std::sync::{Mutex, PoisonError};
 
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::fstat;
 use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::filter::LevelFilter;
@@ -17,7 +21,7 @@ pub fn start(level: LevelFilter) {
     let subscriber = FmtSubscriber::builder()
         .with_max_level(level)
         .with_ansi(false)
-        .with_writer(io::stderr)
+        .with_writer(|| Stderr)
         // It would complain with eprintln, which panics, when whoever read stderr is gone.
         .log_internal_errors(false)
         .event_format(LineFormat {
@@ -35,8 +39,49 @@ pub fn say(priority: Priority, message: &str) {
     } else {
         String::new()
     };
-    // Not eprintln: it panics when whoever read stderr is gone.
-    let _ = writeln!(io::stderr(), "{prefix}vhost-user-zram: {message}");
+    let _ = Stderr.write_all(format!("{prefix}vhost-user-zram: {message}\n").as_bytes());
+}
+
+/// The longest line: a pipe that can be written to takes so much at once.
+const LINE_BYTES_MAX: usize = 4096;
+
+/// Lines lost since the last one that got through. The lock makes asking and writing one step among our threads.
+static LOST: Mutex<u64> = Mutex::new(0);
+
+/// stderr, one line at a time, when it can take it. Its settings are not ours alone, so it is not made non-blocking.
+struct Stderr;
+
+impl Write for Stderr {
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        let mut lost = LOST.lock().unwrap_or_else(PoisonError::into_inner);
+        if !takes_a_line() {
+            *lost += 1;
+            return Ok(line.len());
+        }
+        let mut text = Vec::with_capacity(line.len() + 32);
+        if *lost > 0 {
+            writeln!(text, "{lost} log lines lost")?;
+        }
+        text.extend_from_slice(line);
+        if text.len() > LINE_BYTES_MAX {
+            text.truncate(LINE_BYTES_MAX - 1);
+            text.push(b'\n');
+        }
+        *lost = 0;
+        io::stderr().write_all(&text).map(|()| line.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+fn takes_a_line() -> bool {
+    let stderr = io::stderr();
+    let mut fds = [PollFd::new(&stderr, PollFlags::OUT)];
+    // One that is closed or has no reader is ready too: writing to it fails, and does not wait.
+    let ready = rustix::event::poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
+    ready.is_ok_and(|count| count > 0)
 }
 
 /// syslog(3)'s priorities, as far as they are used here.

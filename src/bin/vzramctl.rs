@@ -5,6 +5,8 @@ use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::mpsc;
+use std::thread;
 use std::time::Duration;
 
 use clap::error::ErrorKind;
@@ -143,7 +145,7 @@ impl Failure {
         }
     }
 
-    fn senseless(error: &serde_json::Error) -> Failure {
+    fn senseless(error: &dyn std::fmt::Display) -> Failure {
         Failure {
             exit_code: EXIT_FAILURE,
             message: format!("the answer makes no sense: {error}"),
@@ -158,7 +160,11 @@ fn ask(path: &Path, command: Option<Command>) -> Result<String, Failure> {
         Some(Command::MmStat) => "mm-stat",
         Some(Command::IoStat) => "io-stat",
     };
-    let answer = exchange(path, command).map_err(|error| Failure::unreachable(&error))?;
+    let answer = exchange_in_time(path, command).map_err(|error| Failure::unreachable(&error))?;
+    let answer = String::from_utf8(answer).map_err(|error| Failure::senseless(&error))?;
+    if !answer.ends_with('\n') {
+        return Err(Failure::senseless(&"it has no end"));
+    }
     match serde_json::from_str::<Refusal>(&answer) {
         Ok(refusal) => Err(Failure {
             exit_code: EXIT_FAILURE,
@@ -168,24 +174,31 @@ fn ask(path: &Path, command: Option<Command>) -> Result<String, Failure> {
     }
 }
 
-fn exchange(path: &Path, command: &str) -> io::Result<String> {
+/// One deadline for all of it: connecting to a daemon with a full backlog waits for ever, and so does a byte now and then.
+fn exchange_in_time(path: &Path, command: &'static str) -> io::Result<Vec<u8>> {
+    let path = path.to_owned();
+    let (answers, answer) = mpsc::channel();
+    thread::spawn(move || answers.send(exchange(&path, command)));
+    answer
+        .recv_timeout(PATIENCE)
+        .unwrap_or_else(|_| Err(io::ErrorKind::WouldBlock.into()))
+}
+
+fn exchange(path: &Path, command: &str) -> io::Result<Vec<u8>> {
     let mut stream = UnixStream::connect(path)?;
-    stream.set_read_timeout(Some(PATIENCE))?;
-    stream.set_write_timeout(Some(PATIENCE))?;
     let mut request = serde_json::to_vec(&Request {
         command: command.into(),
     })?;
     request.push(b'\n');
     // A daemon with too many clients says so and hangs up before it is asked: then the answer counts, not the question.
     let sent = stream.write_all(&request);
-    let mut answer = String::new();
-    BufReader::new(stream.take(ANSWER_BYTES_MAX)).read_line(&mut answer)?;
+    let mut answer = Vec::new();
+    BufReader::new(stream.take(ANSWER_BYTES_MAX)).read_until(b'\n', &mut answer)?;
     sent.or_else(|error| if answer.is_empty() { Err(error) } else { Ok(()) })?;
-    if answer.ends_with('\n') {
-        Ok(answer)
-    } else {
-        Err(io::Error::other("the connection was closed"))
+    if answer.is_empty() {
+        return Err(io::Error::other("the connection was closed"));
     }
+    Ok(answer)
 }
 
 fn show(arguments: &Arguments, answers: &[String]) -> Result<String, Failure> {

@@ -473,3 +473,47 @@ fn a_daemon_that_does_not_answer_is_unreachable() {
         only_line(&output)
     );
 }
+
+#[test]
+fn a_log_that_nobody_reads_holds_nothing_up() {
+    let dir = tempfile::tempdir().unwrap();
+    let (socket, control) = (dir.path().join("d.sock"), dir.path().join("d.ctl"));
+    let (reader, mut writer) = std::io::pipe().unwrap();
+    let child = std::process::Command::new(crate::program::DAEMON)
+        .args(["--size", "16M", "--log-level", "debug", "--socket-path"])
+        .arg(&socket)
+        .arg("--control-path")
+        .arg(&control)
+        .stdout(std::process::Stdio::null())
+        .stderr(writer.try_clone().unwrap())
+        .spawn()
+        .unwrap();
+    let mut child = Killed(child);
+    crate::program::wait_for("the daemon listens", || UnixStream::connect(&control).ok());
+    rustix::fs::fcntl_setfl(&writer, rustix::fs::OFlags::NONBLOCK).unwrap();
+    while writer.write(&[b'x'; 4096]).is_ok() {}
+    rustix::fs::fcntl_setfl(&writer, rustix::fs::OFlags::empty()).unwrap();
+    for _ in 0..20 {
+        drop(UnixStream::connect(&socket).unwrap()); // each is logged
+    }
+    assert!(
+        crate::program::vzramctl([std::ffi::OsStr::new("--control"), control.as_os_str()])
+            .status
+            .success()
+    );
+    let pid = rustix::process::Pid::from_child(&child.0);
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    let status = crate::program::wait_for("the daemon ends", || child.0.try_wait().unwrap());
+    assert!(status.success(), "{status}");
+    drop(reader);
+}
+
+/// Kills the child when the test fails before its end.
+struct Killed(std::process::Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
