@@ -97,7 +97,10 @@ impl Mapping {
     }
 
     /// Gives the host back what lies behind a range of OS pages of a memfd; it reads as zeroes afterwards.
-    pub(crate) fn punch_hole(&self, offset: usize, len: usize) -> io::Result<()> {
+    ///
+    /// # Safety
+    /// Nobody has a reference to any byte of the range.
+    pub(crate) unsafe fn punch_hole(&self, offset: usize, len: usize) -> io::Result<()> {
         let Some(memfd) = &self.memfd else {
             return Err(io::ErrorKind::Unsupported.into());
         };

@@ -146,8 +146,9 @@ impl Arena {
     /// The content of an object.
     ///
     /// # Safety
-    /// `handle` and `len` come from one slot's word that was loaded while `guard` lived.
-    pub(crate) unsafe fn content<'g>(&self, handle: Handle, len: usize, _guard: &'g Guard<'_>) -> &'g [u8] {
+    /// `handle` and `len` come from one slot's word of this arena's disk that was loaded while `guard`, of the same disk,
+    /// lived.
+    pub(crate) unsafe fn content<'g>(&'g self, handle: Handle, len: usize, _guard: &'g Guard<'_>) -> &'g [u8] {
         let object = self.address(handle, object_granules(len) * GRANULE_SIZE);
         // SAFETY: an object is written before its handle is published and not again until its grace period is over,
         // which is after the guard; the mapping outlives the guard, since both are the store's.
@@ -157,7 +158,7 @@ impl Arena {
     /// The word of a same-filled page.
     ///
     /// # Safety
-    /// `handle` comes from a slot's word that was loaded while `guard` lived.
+    /// As for `content`.
     pub(crate) unsafe fn value(&self, handle: Handle, _guard: &Guard<'_>) -> u64 {
         // SAFETY: as in `content`.
         unsafe { self.address(handle, GRANULE_SIZE).cast::<u64>().read() }
@@ -184,8 +185,10 @@ impl Arena {
 
     /// Gives one empty segment back to the host; false when there is none to give.
     pub(crate) fn give_back(&self) -> bool {
-        self.segments
-            .give_back(|number| self.bytes.punch_hole(number as usize * SEGMENT_SIZE, SEGMENT_SIZE))
+        self.segments.give_back(|number| {
+            // SAFETY: a segment to be given back holds no object, and what it held was freed after its grace period.
+            unsafe { self.bytes.punch_hole(number as usize * SEGMENT_SIZE, SEGMENT_SIZE) }
+        })
     }
 
     /// Takes in the queues that who filled them could not. For idle time.
