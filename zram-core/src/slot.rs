@@ -72,7 +72,7 @@ pub(crate) enum Slot {
     Stored {
         /// Where the object begins.
         handle: Handle,
-        /// Bytes of content, its header not counted.
+        /// Bytes of content.
         len: usize,
     },
 }

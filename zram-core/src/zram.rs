@@ -291,14 +291,7 @@ impl Zram {
     }
 
     /// Stores a page's content, or only its word; the result is not in the table yet. `replaces` is what its slot holds.
-    fn prepare(
-        &self,
-        worker: ParticipantId,
-        stream: &mut Stream,
-        index: SlotIndex,
-        page: &Page,
-        replaces: u64,
-    ) -> Result<Slot, Full> {
+    fn prepare(&self, worker: ParticipantId, stream: &mut Stream, page: &Page, replaces: u64) -> Result<Slot, Full> {
         let replaced = slot_granules(Slot::unpack(replaces)).map_or(0, |(_, granules)| granules);
         let live_granules = &|| stats::gauge(&self.cells, |cells| &cells.granules);
         let room = |granules: usize| {
@@ -322,9 +315,7 @@ impl Zram {
         let compressed = stream.compress(page);
         let gains = object_granules(compressed.len()) < object_granules(PAGE_SIZE);
         let content = if gains { compressed } else { &page[..] };
-        let handle = self
-            .arena
-            .store(&room(object_granules(content.len())), index, content)?;
+        let handle = self.arena.store(&room(object_granules(content.len())), content)?;
         Ok(Slot::Stored {
             handle,
             len: content.len(),
@@ -383,7 +374,7 @@ impl Worker {
         let mut waiting_since = None;
         loop {
             let replaces = self.zram.table.load(index);
-            match self.zram.prepare(self.id, &mut self.stream, index, page, replaces) {
+            match self.zram.prepare(self.id, &mut self.stream, page, replaces) {
                 Ok(new) => {
                     let old = self.zram.table.swap(index, new.pack());
                     self.account_and_retire(old, new);
@@ -410,9 +401,7 @@ impl Worker {
                 .decode(self.id, found, &mut self.scratch, &guard)
                 .map_err(|_| WriteError::Corrupt)?;
             self.scratch[range.clone()].copy_from_slice(data);
-            let prepared = self
-                .zram
-                .prepare(self.id, &mut self.stream, index, &self.scratch, found);
+            let prepared = self.zram.prepare(self.id, &mut self.stream, &self.scratch, found);
             let exchanged = prepared.map(|new| (new, self.zram.table.compare_exchange(index, found, new.pack())));
             drop(guard);
             match exchanged {

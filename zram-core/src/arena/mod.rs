@@ -1,19 +1,9 @@
 //! The arena: objects of exact length in segments of host memory.
 //!
-//! It knows no slots' meaning and no codec. An object is bytes with the index of the slot that it belongs to, so that
-//! a cleaner can find who points to it:
-//!
-//! ```text
-//!   granule          granule          granule
-//!  +--------+-------+----------------+---------+-----+
-//!  | slot   | content ...                      | pad |   stored page, 4 + len bytes
-//!  +--------+-------+----------------+---------+-----+
-//!  | value          |                                     same-filled page's word, 8 bytes, no header
-//!  +----------------+
-//! ```
-//!
-//! Objects never span segments, so each is contiguous and is decoded where it lies. They do not change from publication
-//! to the end of their grace period.
+//! It knows no slots' meaning and no codec. An object is a page's content, or a same-filled page's word, and nothing
+//! else: no header says whose it is, since only the slot table has to know (the cleaner finds who points at an object by
+//! a walk through the table, see `clean.rs`). Objects never span segments, so each is contiguous and is decoded where
+//! it lies. They do not change from publication to the end of their grace period.
 //!
 //! 1. Every segment in use belongs to one heap, every heap to whoever holds its lock, and the lock is only ever *tried*:
 //!    a worker uses its own heap, whose lock others rarely want; when it is taken all the same, the next heap does. So a
@@ -35,7 +25,7 @@ use std::sync::{Mutex, MutexGuard};
 use crate::epoch::Guard;
 use crate::page::PAGE_SIZE;
 use crate::region::Mapping;
-use crate::slot::{GRANULE_SIZE, GRANULES_MAX, Handle, SlotIndex};
+use crate::slot::{GRANULE_SIZE, GRANULES_MAX, Handle};
 use crate::sync::CachePadded;
 use heap::Heap;
 pub(crate) use segments::Purpose;
@@ -44,10 +34,8 @@ use segments::Segments;
 /// Bytes in a segment: the unit in which the arena takes memory from the host and gives it back.
 pub const SEGMENT_SIZE: usize = 64 << 10;
 const SEGMENT_GRANULES: usize = SEGMENT_SIZE / GRANULE_SIZE;
-/// The slot index in front of an object's content.
-const HEADER_SIZE: usize = size_of::<u32>();
-/// Granules of the largest object, a page kept whole.
-const OBJECT_GRANULES_MAX: usize = (HEADER_SIZE + PAGE_SIZE).div_ceil(GRANULE_SIZE);
+/// Granules of the largest object, a page kept whole: sixteen fill a segment.
+const OBJECT_GRANULES_MAX: usize = PAGE_SIZE / GRANULE_SIZE;
 /// Objects whose heap is busy wait in its queue as one word: place and length.
 const QUEUE_LENGTH_BITS: u32 = 10;
 const _: () = assert!(OBJECT_GRANULES_MAX < 1 << QUEUE_LENGTH_BITS);
@@ -61,7 +49,7 @@ const TRIES: usize = 3;
 
 /// Granules of an object with `len` bytes of content.
 pub(crate) fn object_granules(len: usize) -> usize {
-    (HEADER_SIZE + len).div_ceil(GRANULE_SIZE)
+    len.div_ceil(GRANULE_SIZE)
 }
 
 /// For whom and for what an object is stored.
@@ -104,8 +92,8 @@ impl Arena {
     /// An arena for `pages` pages, of which `limit_bytes` may be in memory, with a heap for each of `heaps` workers.
     pub(crate) fn new(name: &str, pages: u64, limit_bytes: Option<u64>, heaps: usize) -> io::Result<Arena> {
         assert!(heaps <= 1 << (u32::BITS - HOME_LOCAL_BITS));
-        // Address space costs nothing and is no limit: four times what it takes to keep every page whole, 15 to a
-        // segment, and 256 MiB for what waits for its grace period.
+        // Address space costs nothing and is no limit: four times what it takes to keep every page whole, and 256 MiB
+        // for what waits for its grace period.
         let pages_per_segment = (SEGMENT_GRANULES / OBJECT_GRANULES_MAX) as u64;
         let ample = pages.div_ceil(pages_per_segment) * 4 + (256 << 20) / SEGMENT_SIZE as u64;
         let count = ample.min(GRANULES_MAX / SEGMENT_GRANULES as u64) as u32;
@@ -119,19 +107,14 @@ impl Arena {
         })
     }
 
-    /// Stores `content`, 1 to 4,096 bytes, for a slot. Nobody can see the object until the handle is published.
-    pub(crate) fn store(&self, room: &Room<'_>, slot: SlotIndex, content: &[u8]) -> Result<Handle, Full> {
+    /// Stores `content`, 1 to 4,096 bytes. Nobody can see the object until the handle is published.
+    pub(crate) fn store(&self, room: &Room<'_>, content: &[u8]) -> Result<Handle, Full> {
         let granules = object_granules(content.len());
         let handle = self.allocate(room, granules)?;
         let object = self.address(handle, granules * GRANULE_SIZE);
-        // SAFETY: the granules were free and are ours alone until the handle is published; both writes stay inside them,
+        // SAFETY: the granules were free and are ours alone until the handle is published; the write stays inside them,
         // and `content` is a reference, so it does not lie in them.
-        unsafe {
-            object.cast::<u32>().write(slot.0);
-            object
-                .add(HEADER_SIZE)
-                .copy_from_nonoverlapping(NonNull::from(content).cast(), content.len());
-        }
+        unsafe { object.copy_from_nonoverlapping(NonNull::from(content).cast(), content.len()) };
         Ok(handle)
     }
 
@@ -152,7 +135,7 @@ impl Arena {
         let object = self.address(handle, object_granules(len) * GRANULE_SIZE);
         // SAFETY: an object is written before its handle is published and not again until its grace period is over,
         // which is after the guard; the mapping outlives the guard, since both are the store's.
-        unsafe { std::slice::from_raw_parts(object.as_ptr().add(HEADER_SIZE), len) }
+        unsafe { std::slice::from_raw_parts(object.as_ptr(), len) }
     }
 
     /// The word of a same-filled page.
@@ -403,12 +386,7 @@ mod tests {
         let stored: Vec<_> = (0..2000usize)
             .map(|n| {
                 let mark = vec![n as u8; lens[n % lens.len()]];
-                (
-                    arena
-                        .store(&room(0, Purpose::Grow), SlotIndex(n as u32), &mark)
-                        .unwrap(),
-                    mark,
-                )
+                (arena.store(&room(0, Purpose::Grow), &mark).unwrap(), mark)
             })
             .collect();
         for (handle, mark) in &stored {
@@ -421,14 +399,10 @@ mod tests {
     fn everything_freed_goes_back_to_the_host() {
         let arena = Arena::new("test", 4096, None, 2).unwrap();
         let handles: Vec<_> = (0..500)
-            .map(|n| {
-                arena
-                    .store(&room(n % 2, Purpose::Grow), SlotIndex(0), &[7; 4096])
-                    .unwrap()
-            })
+            .map(|n| arena.store(&room(n % 2, Purpose::Grow), &[7; 4096]).unwrap())
             .collect();
         let blocks = || rustix::fs::fstat(arena.bytes.file().unwrap()).unwrap().st_blocks;
-        assert!(blocks() > 500 * 8);
+        assert_eq!(blocks(), 500 * 8, "pages kept whole fill their segments");
         for (n, handle) in handles.into_iter().enumerate() {
             // SAFETY: the handle is published nowhere. Each is freed by the worker that did not store it.
             unsafe { arena.free(1 - n % 2, handle, object_granules(4096)) };
@@ -441,9 +415,9 @@ mod tests {
     #[test]
     fn a_heap_in_use_elsewhere_delays_nobody() {
         let arena = Arena::new("test", 4096, None, 2).unwrap();
-        let handle = arena.store(&room(0, Purpose::Grow), SlotIndex(0), &[1; 100]).unwrap();
+        let handle = arena.store(&room(0, Purpose::Grow), &[1; 100]).unwrap();
         let held = arena.heaps[0].0.heap.lock().unwrap();
-        let other = arena.store(&room(0, Purpose::Grow), SlotIndex(1), &[2; 100]).unwrap();
+        let other = arena.store(&room(0, Purpose::Grow), &[2; 100]).unwrap();
         assert_eq!(arena.home(segment_of(other)).0, 1, "the next heap took it");
         // SAFETY: published nowhere.
         unsafe { arena.free(0, handle, object_granules(100)) };
@@ -462,20 +436,17 @@ mod tests {
     fn at_the_limit_any_heap_with_room_will_do() {
         let arena = Arena::new("test", 4096, Some(4 * SEGMENT_SIZE as u64), 4).unwrap();
         let mut handles = vec![];
-        while let Ok(handle) = arena.store(&room(0, Purpose::Replace), SlotIndex(0), &[1; 4096]) {
+        while let Ok(handle) = arena.store(&room(0, Purpose::Replace), &[1; 4096]) {
             handles.push(handle);
         }
         assert_eq!(arena.held_bytes(), 4 * SEGMENT_SIZE as u64);
         assert_eq!(
-            arena.store(&room(3, Purpose::Replace), SlotIndex(0), &[1; 4096]),
+            arena.store(&room(3, Purpose::Replace), &[1; 4096]),
             Err(Full { busy: false })
         );
         // SAFETY: published nowhere.
         unsafe { arena.free(2, handles[5], object_granules(4096)) };
-        assert_eq!(
-            arena.store(&room(3, Purpose::Grow), SlotIndex(0), &[1; 4096]),
-            Ok(handles[5])
-        );
+        assert_eq!(arena.store(&room(3, Purpose::Grow), &[1; 4096]), Ok(handles[5]));
     }
 
     #[test]
