@@ -119,7 +119,9 @@ impl Daemon {
             .map_err(|error| Failure::new(format!("the device cannot be started: {error}")))?;
         let device_ended = device.ended().try_clone_to_owned().map_err(Failure::new)?;
 
-        let disk = Arc::new(Disk::new(name.clone(), config.num_queues, config.read_only, zram));
+        let disk = Disk::new(name.clone(), config.num_queues, config.read_only, zram)
+            .map_err(|error| Failure::new(format!("no thread for the disk: {error}")))?;
+        let disk = Arc::new(disk);
         disk.attach(device);
         if let Some(listener) = control {
             control::serve(listener, disk.clone()).map_err(|error| Failure::new(format!("--control-path: {error}")))?;

@@ -1,9 +1,10 @@
 //! The disk as the threads of the daemon share it: the store, and the device while it is served. Asking for its numbers
 //! never waits for I/O.
 
+use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use zram_core::Zram;
+use zram_core::{UpkeepThread, Zram};
 use zram_vhost::{Device, DeviceStatus, RequestCounts};
 
 use crate::protocol::{DiskStats, Frontend, Requests};
@@ -14,20 +15,23 @@ pub struct Disk {
     num_queues: u16,
     read_only: bool,
     zram: Arc<Zram>,
+    /// Gives memory back as long as the disk is there.
+    _upkeep: UpkeepThread,
     // Held for as long as a status takes to read, by control threads and at the end; no thread of the device takes it.
     device: Mutex<Option<Device>>,
 }
 
 impl Disk {
     /// A disk over `zram` that is not served yet.
-    pub fn new(name: String, num_queues: u16, read_only: bool, zram: Arc<Zram>) -> Disk {
-        Disk {
+    pub fn new(name: String, num_queues: u16, read_only: bool, zram: Arc<Zram>) -> io::Result<Disk> {
+        Ok(Disk {
             name,
             num_queues,
             read_only,
+            _upkeep: zram.spawn_upkeep("zram-upkeep")?,
             zram,
             device: Mutex::new(None),
-        }
+        })
     }
 
     /// For log lines.

@@ -330,7 +330,7 @@ fn filled_disk(directory: &Path) -> Arc<Disk> {
     }
     worker.discard(0..10);
     worker.end_batch();
-    let disk = Arc::new(Disk::new("filled".into(), 64, false, zram.clone()));
+    let disk = Arc::new(Disk::new("filled".into(), 64, false, zram.clone()).unwrap());
     control::serve(UnixListener::bind(control_path(directory)).unwrap(), disk.clone()).unwrap();
     disk
 }

@@ -42,9 +42,6 @@ const ACCEPTS_PER_TURN: usize = 64;
 /// How long the listener rests after accept has failed for want of descriptors or memory.
 const ACCEPT_REST: Duration = Duration::from_millis(100);
 
-/// Steps of giving memory back between two looks at listener and stop event: some milliseconds.
-const UPKEEP_PER_TURN: usize = 64;
-
 const STOP: u64 = 0;
 const LISTENER: u64 = 1;
 const CONNECTION: u64 = 2;
@@ -160,8 +157,6 @@ struct Control {
     /// `None` for a stream that came connected: the device ends with it.
     listener: Option<Listener>,
     connection: Option<Connection>,
-    /// A frontend has gone and its workers with it, who would give back what they freed last.
-    has_upkeep: bool,
     shared: Arc<Shared>,
     board: Arc<Board>,
     /// Kept open as long as it is watched.
@@ -182,7 +177,6 @@ impl Control {
             poller,
             listener: None,
             connection: None,
-            has_upkeep: false,
             shared,
             board,
             _stop: stop.clone(),
@@ -224,16 +218,8 @@ impl Control {
                 self.accept_some()?;
             }
             self.wake_listener()?;
-            self.upkeep();
         }
         Ok(())
-    }
-
-    /// Gives back what workers left behind, while there are none.
-    fn upkeep(&mut self) {
-        if self.has_upkeep && self.connection.is_none() {
-            self.has_upkeep = (0..UPKEEP_PER_TURN).all(|_| self.shared.disk.zram.upkeep());
-        }
     }
 
     /// Time until the next deadline; 0 if there is more to do, -1 if there is nothing to wait for.
@@ -242,7 +228,6 @@ impl Control {
         let deadline = match &self.connection {
             Some(connection) if connection.has_more => return 0,
             Some(connection) => connection.deadline,
-            None if self.has_upkeep => return 0,
             None => None,
         };
         let Some(next) = [rest, deadline].into_iter().flatten().min() else {
@@ -343,7 +328,6 @@ impl Control {
         // It may fail for a socket that the kernel has dropped by itself.
         let _ = self.poller.remove(&connection.stream);
         let _ = catch_unwind(AssertUnwindSafe(|| connection.close()));
-        self.has_upkeep = true;
         self.board.queues_running.store(0, Ordering::Relaxed);
         self.board.set_frontend(None);
     }

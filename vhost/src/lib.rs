@@ -7,7 +7,7 @@
 //! | `handler` | the vhost-user requests of one connection: features, config space, memory, rings |
 //! | `memory` | the guest's memory as the frontend shares it: mapping, checks, address translation |
 //! | `vring` | one virtqueue seen from the control thread: when it may start, its thread, its stop |
-//! | `worker` | one virtqueue seen from its own thread: batches, calls, sleep, upkeep |
+//! | `worker` | one virtqueue seen from its own thread: batches, calls, sleep |
 //! | `ring` | the split ring: three-way pop, used ring, notification |
 //! | `request` | descriptor chain to request, outcome to status byte and used length |
 //! | `execute` | request to page operations on the core |

@@ -362,14 +362,6 @@ impl Ring {
     pub fn await_kicks(&mut self, mem: &GuestMemoryMmap) -> Result<bool, BrokenRing> {
         self.queue.enable_notification(mem).map_err(|_| BrokenRing::Memory)
     }
-
-    /// Whether nothing is available, as far as can be read.
-    pub fn is_empty(&self, mem: &GuestMemoryMmap) -> bool {
-        match self.queue.avail_idx(mem, Ordering::Relaxed) {
-            Ok(index) => index.0 == self.queue.next_avail(),
-            Err(_) => false,
-        }
-    }
 }
 
 /// A table of descriptors: the ring's, or one that a descriptor refers to.

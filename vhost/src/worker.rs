@@ -4,8 +4,7 @@
 //! guards the call descriptor, which a frontend may exchange while the queue runs, and is taken once a batch.
 //!
 //! The life of a worker: look at the ring (a kick may have come before it) -> batches until the ring is empty -> sleep
-//! until a kick, the stop event or, while something is left to give back, [`UPKEEP_PERIOD`] -> again. On stop it leaves
-//! between two chains, or in the middle of a long one, which it puts back; the thread then returns the ring.
+//! until a kick or the stop event -> again. On stop it leaves between two chains, or in the middle of a long one, which it puts back; the thread then returns the ring.
 //!
 //! Chains are completed one by one in the order of the avail ring, so the used index is a full account at any moment.
 
@@ -16,7 +15,6 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
 
 use epoll::Events;
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -35,9 +33,6 @@ use crate::ring::{BrokenRing, Chain, Pop, Ring};
 /// driver that sleeps refill the ring while the rest of it is served: with 64, driver and device slept in turn at depth 32
 /// (246 k reads/s and 125 k writes/s, with 16 it is 375 k and 154 k, with 4 it is 415 k and 137 k).
 const CHAINS_PER_BATCH: usize = 16;
-
-/// Time between two rounds of giving memory back.
-const UPKEEP_PERIOD: Duration = Duration::from_millis(100);
 
 /// Time between two looks at a ring whose frontend gave no kick descriptor, or at objects that a reader still held when
 /// the last batch ended.
@@ -203,7 +198,6 @@ impl Worker {
     fn run(mut self) -> Ring {
         while !self.stop.flag.load(Ordering::Acquire) {
             self.queue.guarded(|queue| queue.turn(&self.stop.flag));
-            self.queue.guarded(|queue| queue.upkeep_if_due(&self.stop.flag));
             if let Err(error) = self.sleep() {
                 // Without a wait there is no worker; nothing the guest does leads here.
                 tracing::error!(disk = self.queue.shared.disk.name(), %error, "waiting for kicks");
@@ -214,7 +208,7 @@ impl Worker {
         self.queue.into_ring()
     }
 
-    /// Waits for a kick, the stop event or the time for upkeep.
+    /// Waits for a kick or the stop event.
     fn sleep(&mut self) -> io::Result<()> {
         // Whatever woke it, the turn looks at the ring and at the stop flag.
         self.poller.wait(self.queue.sleep_ms()).map(drop)
@@ -232,7 +226,6 @@ pub(crate) struct QueueWorker {
     store: Store,
     chain: Chain,
     ranges: Ranges,
-    last_upkeep: Instant,
 }
 
 impl QueueWorker {
@@ -258,7 +251,6 @@ impl QueueWorker {
             },
             chain: Chain::default(),
             ranges: Ranges::new(),
-            last_upkeep: Instant::now(),
         }
     }
 
@@ -424,21 +416,8 @@ impl QueueWorker {
             None if matches!(self.kick, Kick::Polled) => POLL_MS,
             Some(BrokenRing::Defect) => -1,
             None if self.store.core.has_retired() => POLL_MS,
-            _ if self.store.core.has_upkeep() => UPKEEP_PERIOD.as_millis() as i32,
             _ => -1,
         }
-    }
-
-    /// Gives memory back, in short steps as long as nobody wants anything. A broken ring's worker has all the time.
-    fn upkeep_if_due(&mut self, stop: &AtomicBool) {
-        let broken = self.ring.broken();
-        let idle = broken != Some(BrokenRing::Defect) && self.last_upkeep.elapsed() >= UPKEEP_PERIOD;
-        if !idle || !self.store.core.has_upkeep() {
-            return;
-        }
-        let nobody_waits = |ring: &Ring, mem| broken.is_some() || ring.is_empty(mem);
-        while !stop.load(Ordering::Relaxed) && nobody_waits(&self.ring, &self.mem) && self.store.core.upkeep() {}
-        self.last_upkeep = Instant::now();
     }
 
     /// Ends the worker. Dropping the core's handle gives back what it holds; a panic there must not cost the ring.
@@ -662,28 +641,6 @@ pub(crate) mod tests {
         bench.put(8, &[0; 20], true);
         bench.turn();
         assert_eq!((bench.used_and_status(), bench.counts().calls_lost), ((2, 0), 2));
-    }
-
-    #[test]
-    fn a_broken_ring_goes_on_giving_memory_back() {
-        let mut bench = Bench::new(|_| {});
-        bench.put(1, &[0x5a; 0x3000], false);
-        bench.turn();
-        bench.mem.write_obj(1000u16, GuestAddress(AVAIL + 2)).unwrap();
-        bench.turn();
-        assert_eq!(bench.queue.ring.broken(), Some(BrokenRing::AvailIndex));
-        let steady = if bench.queue.store.core.has_upkeep() {
-            UPKEEP_PERIOD.as_millis() as i32
-        } else {
-            -1
-        };
-        assert_eq!(bench.queue.sleep_ms(), steady);
-        let end = Instant::now() + Duration::from_secs(10);
-        while bench.queue.store.core.has_upkeep() {
-            assert!(Instant::now() < end, "upkeep makes no headway");
-            bench.queue.upkeep_if_due(&bench.stop);
-        }
-        assert_eq!(bench.queue.sleep_ms(), -1);
     }
 
     #[test]

@@ -10,7 +10,7 @@ use std::hint::black_box;
 use std::sync::Arc;
 use std::time::Instant;
 
-use zram_core::{Algorithm, Options, PAGE_SIZE, Page, SlotIndex, Worker, Zram};
+use zram_core::{Algorithm, Options, PAGE_SIZE, Page, SlotIndex, Upkeep, Worker, Zram};
 
 fn main() {
     let (mut algorithm, mut rounds, mut files) = ("lz4".to_owned(), 5, vec![]);
@@ -127,7 +127,7 @@ fn bench(name: &str, all: Vec<Box<Page>>, algorithm: Algorithm, rounds: usize) {
         let (slot, page) = ((random >> 33) as usize % all.len(), (random >> 13) as usize % all.len());
         write_page(&mut worker, slot, &all[page]);
     }
-    while worker.upkeep() {}
+    while zram.upkeep() == Upkeep::Soon {}
     println!(
         "{name:<18} stored {} of {}, ratio {:.2}; (arena + table) / stored: {filled:.4} filled, {:.4} overwritten 5 times",
         stats.compr_data_size,

@@ -2,7 +2,9 @@
 //!
 //! | room | what it promises |
 //! | --- | --- |
-//! | `zram` | a disk: read, write, discard; a failed write leaves the old content; nobody waits for a holder |
+//! | `zram`, `worker` | a disk: read, write, discard; a failed write leaves the old content; nobody waits for a holder |
+//! | `clean`, `upkeep` | what is done beside requests: moving objects together, giving memory back; never in the way |
+//! | `adopt`, `head` | another process takes over what one left, with all that was published |
 //! | `slot`, `table` | what a page is, in one word; a slot changes by one atomic step |
 //! | `epoch` | what a reader found in a slot stays readable until it is done |
 //! | `arena` | objects of exact length in segments of host memory, never more than the limit |
@@ -10,11 +12,15 @@
 //! | `stats` | zram's counters with zram's meanings |
 //! | `page`, `region`, `sync` | beneath them all: 4 KiB, mappings, primitives |
 //!
-//! `unsafe` lives in `region` and `arena`; `zram` keeps their three promises (a word was loaded under its guard; it is
+//! `unsafe` lives in `region` and `arena`; `zram`, `worker` and `clean` keep their three promises (a word was loaded under its guard; it is
 //! freed after its grace period; once).
 
 #[cfg(not(loom))]
+mod adopt;
+#[cfg(not(loom))]
 mod arena;
+#[cfg(not(loom))]
+mod clean;
 #[cfg(loom)]
 #[path = "arena/stack.rs"]
 mod stack;
@@ -26,7 +32,13 @@ mod sync;
 #[cfg(not(loom))]
 mod codec;
 #[cfg(not(loom))]
+mod head;
+#[cfg(not(loom))]
 mod page;
+#[cfg(not(loom))]
+mod pause;
+#[cfg(all(test, not(loom)))]
+mod pause_tests;
 #[cfg(not(loom))]
 mod region;
 #[cfg(not(loom))]
@@ -36,12 +48,22 @@ mod stats;
 #[cfg(not(loom))]
 mod table;
 #[cfg(not(loom))]
+mod upkeep;
+#[cfg(not(loom))]
+mod worker;
+#[cfg(not(loom))]
 mod zram;
 
 #[cfg(not(loom))]
-pub use arena::SEGMENT_SIZE;
+pub use adopt::{AdoptError, AdoptOptions, Memory};
+#[cfg(not(loom))]
+pub use arena::{ArenaReport, HeapReport, HoleClass, LIVE_SHARES, SEGMENT_SIZE};
+#[cfg(not(loom))]
+pub use clean::Compacted;
 #[cfg(not(loom))]
 pub use codec::{Algorithm, ContextUses, ParseAlgorithmError};
+#[cfg(not(loom))]
+pub use head::HeadError;
 #[cfg(not(loom))]
 pub use page::{PAGE_SIZE, Page, SECTOR_SIZE, SECTORS_PER_PAGE};
 #[cfg(not(loom))]
@@ -49,9 +71,11 @@ pub use slot::SlotIndex;
 #[cfg(not(loom))]
 pub use stats::{IoCounters, Stats};
 #[cfg(not(loom))]
-pub use zram::{
-    CreateError, DISK_BYTES_MAX, MEM_LIMIT_MIN, Options, ReadError, WORKERS_MAX, Worker, WorkerError, WriteError, Zram,
-};
+pub use upkeep::{Upkeep, UpkeepThread};
+#[cfg(not(loom))]
+pub use worker::{ReadError, Worker, WriteError};
+#[cfg(not(loom))]
+pub use zram::{CreateError, DISK_BYTES_MAX, MEM_LIMIT_MIN, MemLimitError, Options, WORKERS_MAX, WorkerError, Zram};
 
 /// The codecs alone, for the bench that sets the store beside them.
 #[cfg(not(loom))]

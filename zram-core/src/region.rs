@@ -1,19 +1,33 @@
 //! Mappings: host memory that is reserved as address space at start and costs nothing until it is touched.
 //!
-//! Slot table and arena lie in memfds, so that they can outlive the process; what can be rebuilt from them lies in
-//! anonymous memory. All mappings are kept out of core dumps: they hold guests' data. This file is the only one that
-//! maps; it hands out atomics (safe) and raw addresses (the arena's business).
+//! Slot table and arena lie in memfds, each behind one OS page for its head, so that they can outlive the process; what
+//! can be rebuilt from them lies in anonymous memory. All mappings are kept out of core dumps: they hold guests' data.
+//! This file is the only one that maps; it hands out atomics (safe) and raw addresses (the arena's business).
 
 use std::io;
+use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
-use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, ftruncate, memfd_create};
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
+use rustix::fs::{
+    FallocateFlags, MemfdFlags, SealFlags, SeekFrom, fallocate, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate,
+    memfd_create, seek,
+};
+use rustix::io::{Errno, pread, pwrite};
+use rustix::mm::{Advice, MapFlags, MlockFlags, ProtFlags, madvise, mlock_with, mmap, mmap_anonymous, munmap};
 
 /// Bytes in an OS page: the grain in which the host gives and takes memory.
 pub(crate) const OS_PAGE_SIZE: usize = 4096;
+
+/// Bytes in front of a memfd's content.
+const HEAD_SIZE: u64 = OS_PAGE_SIZE as u64;
+/// A memfd that is made shorter under a mapping kills who touches it.
+const SEALS: SealFlags = SealFlags::SHRINK;
+
+fn file_len(len: usize) -> u64 {
+    HEAD_SIZE + len as u64
+}
 
 /// A mapping of `len` bytes, zeroes at first, readable and writable, unmapped on drop.
 #[derive(Debug)]
@@ -30,24 +44,47 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Shared memory behind a memfd called `name` in `/proc/PID/maps`.
-    pub(crate) fn memfd(name: &str, len: usize) -> io::Result<Mapping> {
+    /// Shared memory behind a memfd called `name` in `/proc/PID/maps`, with `head` in front.
+    pub(crate) fn memfd(name: &str, len: usize, head: &[u8; OS_PAGE_SIZE]) -> io::Result<Mapping> {
         let len = len.next_multiple_of(OS_PAGE_SIZE);
-        let memfd = memfd_create(name, MemfdFlags::CLOEXEC)?;
-        ftruncate(&memfd, len as u64)?;
-        let flags = MapFlags::SHARED | MapFlags::NORESERVE;
-        // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists; the memfd is ours and
-        // is never made shorter, so no access within `len` can fault.
-        let base = unsafe {
-            mmap(
-                std::ptr::null_mut(),
-                len,
-                ProtFlags::READ | ProtFlags::WRITE,
-                flags,
-                &memfd,
-                0,
-            )
-        }?;
+        let memfd = memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+        ftruncate(&memfd, file_len(len))?;
+        fcntl_add_seals(&memfd, SEALS)?;
+        if pwrite(&memfd, head, 0)? != head.len() {
+            return Err(io::ErrorKind::WriteZero.into());
+        }
+        Mapping::shared(memfd, len)
+    }
+
+    /// What [`Mapping::memfd`] made, perhaps in another process: `len` bytes behind the head.
+    pub(crate) fn adopt(memfd: OwnedFd, len: usize) -> io::Result<Mapping> {
+        let len = len.next_multiple_of(OS_PAGE_SIZE);
+        if !fcntl_get_seals(&memfd).is_ok_and(|seals| seals.contains(SEALS)) {
+            return Err(io::Error::other("the memory is not sealed against shrinking"));
+        }
+        if fstat(&memfd)?.st_size as u64 != file_len(len) {
+            return Err(io::Error::other("the memory is not as long as its head says"));
+        }
+        Mapping::shared(memfd, len)
+    }
+
+    /// The head in front of what `memfd` holds.
+    pub(crate) fn read_head(memfd: &OwnedFd) -> io::Result<[u8; OS_PAGE_SIZE]> {
+        let mut head = [0; OS_PAGE_SIZE];
+        match pread(memfd, &mut head, 0)? {
+            OS_PAGE_SIZE => Ok(head),
+            _ => Err(io::ErrorKind::UnexpectedEof.into()),
+        }
+    }
+
+    fn shared(memfd: OwnedFd, len: usize) -> io::Result<Mapping> {
+        let (protection, flags) = (
+            ProtFlags::READ | ProtFlags::WRITE,
+            MapFlags::SHARED | MapFlags::NORESERVE,
+        );
+        // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists; the memfd is sealed
+        // against being made shorter, so no access within `len` can fault for its length.
+        let base = unsafe { mmap(std::ptr::null_mut(), len, protection, flags, &memfd, HEAD_SIZE) }?;
         Mapping::new(base, len, Some(memfd))
     }
 
@@ -96,22 +133,57 @@ impl Mapping {
         unsafe { self.base.add(offset) }
     }
 
+    /// Takes host memory for a range of OS pages now, instead of at their first use: in one call for all, and with an
+    /// error where the first use would kill the process. Kernels before 5.14 cannot, and take it at the first use.
+    pub(crate) fn populate(&self, offset: usize, len: usize) -> io::Result<()> {
+        let start = self.address(offset, len);
+        // SAFETY: the range lies in our own mapping, and this advice changes no content.
+        match unsafe { madvise(start.as_ptr().cast(), len, Advice::LinuxPopulateWrite) } {
+            Ok(()) | Err(Errno::INVAL) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+
     /// Gives the host back what lies behind a range of OS pages of a memfd; it reads as zeroes afterwards.
     ///
     /// # Safety
     /// Nobody has a reference to any byte of the range.
     pub(crate) unsafe fn punch_hole(&self, offset: usize, len: usize) -> io::Result<()> {
-        let Some(memfd) = &self.memfd else {
-            return Err(io::ErrorKind::Unsupported.into());
-        };
         let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        Ok(fallocate(memfd, mode, offset as u64, len as u64)?)
+        Ok(fallocate(self.file()?, mode, HEAD_SIZE + offset as u64, len as u64)?)
     }
 
-    /// The file behind the mapping, when it has one.
-    #[cfg(test)]
-    pub(crate) fn file(&self) -> Option<&OwnedFd> {
-        self.memfd.as_ref()
+    /// Keeps what the mapping holds, now and later, out of the host's swap. The limit for it (RLIMIT_MEMLOCK) has to
+    /// cover the whole length, though only what is used takes memory.
+    pub(crate) fn lock(&self) -> io::Result<()> {
+        // SAFETY: the range is the whole of our own mapping; locking changes no content.
+        Ok(unsafe { mlock_with(self.base.as_ptr().cast(), self.len, MlockFlags::ONFAULT) }?)
+    }
+
+    /// Bytes of address space.
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// The ranges behind which a memfd has memory, in order.
+    pub(crate) fn populated_ranges(&self) -> io::Result<Vec<Range<usize>>> {
+        let memfd = self.file()?;
+        let mut ranges = vec![];
+        let mut at = HEAD_SIZE;
+        loop {
+            let start = match seek(memfd, SeekFrom::Data(at)) {
+                Ok(start) => start,
+                Err(Errno::NXIO) => return Ok(ranges), // nothing from here on
+                Err(error) => return Err(error.into()),
+            };
+            at = seek(memfd, SeekFrom::Hole(start))?;
+            ranges.push((start - HEAD_SIZE) as usize..(at - HEAD_SIZE) as usize);
+        }
+    }
+
+    /// The file behind the mapping.
+    pub(crate) fn file(&self) -> io::Result<&OwnedFd> {
+        self.memfd.as_ref().ok_or(io::ErrorKind::Unsupported.into())
     }
 }
 

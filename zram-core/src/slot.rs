@@ -57,6 +57,11 @@ impl Handle {
     pub(crate) fn granule(self) -> u64 {
         self.0
     }
+
+    /// Offset in the arena.
+    pub(crate) fn byte(self) -> u64 {
+        self.0 * GRANULE_SIZE as u64
+    }
 }
 
 /// What a slot holds.
@@ -75,6 +80,11 @@ pub(crate) enum Slot {
         /// Bytes of content.
         len: usize,
     },
+}
+
+/// A slot's word that says the same of an object at another place.
+pub(crate) fn moved(word: u64, to: Handle) -> u64 {
+    word & !((GRANULES_MAX - 1) << GRANULE_SHIFT) | to.0 << GRANULE_SHIFT
 }
 
 impl Slot {
@@ -99,6 +109,16 @@ impl Slot {
                 assert!((1..=PAGE_SIZE).contains(&len), "length {len} does not fit a slot");
                 KIND_STORED << KIND_SHIFT | handle.0 << GRANULE_SHIFT | ((len - 1) as u64) << LENGTH_SHIFT
             }
+        }
+    }
+
+    /// Whether a word of unknown origin is one that `pack` makes.
+    pub(crate) fn is_valid(word: u64) -> bool {
+        match (word >> TAG_SHIFT, word >> KIND_SHIFT) {
+            (0, KIND_STORED) => true,
+            (0, KIND_VALUE_OBJECT) => word & ((1 << GRANULE_SHIFT) - 1) == 0,
+            (0, _) => word == Slot::EMPTY,
+            _ => true,
         }
     }
 
@@ -142,6 +162,35 @@ mod tests {
             }
             let slot = Slot::SameFilledObject(handle);
             assert_eq!(Slot::unpack(slot.pack()), slot);
+        }
+    }
+
+    #[test]
+    fn a_moved_object_changes_its_place_and_nothing_else() {
+        let (from, to) = (Handle::from_granule(GRANULES_MAX - 1), Handle::from_granule(12_345));
+        for len in [1, 777, PAGE_SIZE] {
+            let word = Slot::Stored { handle: from, len }.pack() | 0x3ff; // all reserved bits
+            let new = moved(word, to);
+            assert_eq!(Slot::unpack(new), Slot::Stored { handle: to, len });
+            assert_eq!(moved(new, from), word);
+        }
+        let value = Slot::SameFilledObject(from).pack();
+        assert_eq!(Slot::unpack(moved(value, to)), Slot::SameFilledObject(to));
+    }
+
+    #[test]
+    fn words_that_no_slot_packs_to_are_known() {
+        for word in [1, 1 << 22, 3 << KIND_SHIFT, KIND_VALUE_OBJECT << KIND_SHIFT | 1] {
+            assert!(!Slot::is_valid(word), "{word:#x}");
+        }
+        for word in [
+            0,
+            1 << 60,
+            u64::MAX,
+            KIND_STORED << KIND_SHIFT | 0x3ff,
+            KIND_VALUE_OBJECT << KIND_SHIFT,
+        ] {
+            assert!(Slot::is_valid(word), "{word:#x}");
         }
     }
 

@@ -19,11 +19,11 @@ pub struct Stats {
     pub mem_used_total: u64,
     /// The limit on `mem_used_total`, 0 when there is none.
     pub mem_limit: u64,
-    /// The most that `mem_used_total` ever was.
+    /// The most that `mem_used_total` was since the start, or since it was reset.
     pub mem_used_max: u64,
     /// Pages now filled with one 64-bit word, of any value.
     pub same_pages: u64,
-    /// Pages freed by compaction.
+    /// Pages of host memory that moving objects together gained.
     pub pages_compacted: u64,
     /// Pages now kept whole because the codec gained nothing.
     pub huge_pages: u64,
@@ -118,6 +118,10 @@ pub(crate) struct Cells {
     pub(crate) huge_pages_since: Count,
     pub(crate) notify_free: Count,
     pub(crate) refused_writes: Count,
+    /// Pages that the cleaner gained.
+    pub(crate) pages_compacted: Count,
+    /// Changes of slots: how the cleaner sees that something happened.
+    pub(crate) changes: Count,
 }
 
 /// One worker's share of a gauge: it may be below zero, when it took away what others added.
@@ -125,11 +129,6 @@ pub(crate) struct Cells {
 pub(crate) struct Gauge(AtomicI64);
 
 impl Gauge {
-    /// For the cells that are nobody's own.
-    pub(crate) fn add_shared(&self, amount: i64) {
-        self.0.fetch_add(amount, Ordering::Relaxed);
-    }
-
     pub(crate) fn add(&self, amount: i64) {
         self.0.store(self.0.load(Ordering::Relaxed) + amount, Ordering::Relaxed);
     }
@@ -150,10 +149,15 @@ pub(crate) fn gauge(cells: &[CachePadded<Cells>], of: fn(&Cells) -> &Gauge) -> u
     sum.max(0) as u64 // a page may be seen to leave before it is seen to come
 }
 
+/// All workers' shares of a count.
+pub(crate) fn count(cells: &[CachePadded<Cells>], of: fn(&Cells) -> &Count) -> u64 {
+    cells.iter().map(|cells| of(&cells.0).0.load(Ordering::Relaxed)).sum()
+}
+
 /// Adds all workers' cells up.
 pub(crate) fn add_up(cells: &[CachePadded<Cells>], stats: &mut Stats) {
     let gauge = |of| gauge(cells, of);
-    let count = |of: fn(&Cells) -> &Count| cells.iter().map(|cells| of(&cells.0).0.load(Ordering::Relaxed)).sum();
+    let count = |of| count(cells, of);
     stats.orig_data_size = gauge(|cells| &cells.pages_stored) * PAGE_SIZE as u64;
     stats.compr_data_size = gauge(|cells| &cells.compr_data_size);
     stats.same_pages = gauge(|cells| &cells.same_pages);
@@ -161,6 +165,7 @@ pub(crate) fn add_up(cells: &[CachePadded<Cells>], stats: &mut Stats) {
     stats.huge_pages_since = count(|cells| &cells.huge_pages_since);
     stats.notify_free = count(|cells| &cells.notify_free);
     stats.refused_writes = count(|cells| &cells.refused_writes);
+    stats.pages_compacted = count(|cells| &cells.pages_compacted);
 }
 
 #[cfg(test)]

@@ -8,6 +8,7 @@
 
 use std::io;
 use std::ops::Range;
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::region::{Mapping, OS_PAGE_SIZE};
@@ -26,13 +27,35 @@ pub(crate) struct Table {
 }
 
 impl Table {
-    pub(crate) fn new(name: &str, slots: u64) -> io::Result<Table> {
+    pub(crate) fn new(name: &str, slots: u64, head: &[u8; OS_PAGE_SIZE]) -> io::Result<Table> {
+        Table::on(
+            slots,
+            Mapping::memfd(&format!("zram-table-{name}"), table_len(slots), head)?,
+        )
+    }
+
+    /// The table that another process left in `memfd`, with what it holds.
+    pub(crate) fn adopt(memfd: OwnedFd, slots: u64) -> io::Result<Table> {
+        let table = Table::on(slots, Mapping::adopt(memfd, table_len(slots))?)?;
+        for range in table.words.populated_ranges()? {
+            for os_page in range.start / OS_PAGE_SIZE..range.end.div_ceil(OS_PAGE_SIZE) {
+                table.touch(SlotIndex((os_page as u64 * SLOTS_PER_OS_PAGE) as u32));
+            }
+        }
+        Ok(table)
+    }
+
+    fn on(slots: u64, words: Mapping) -> io::Result<Table> {
         let os_pages = slots.div_ceil(SLOTS_PER_OS_PAGE);
         Ok(Table {
             slots,
-            words: Mapping::memfd(&format!("zram-table-{name}"), slots as usize * size_of::<u64>())?,
+            words,
             touched: Mapping::anonymous(os_pages.div_ceil(BITS) as usize * size_of::<u64>())?,
         })
+    }
+
+    pub(crate) fn mapping(&self) -> &Mapping {
+        &self.words
     }
 
     pub(crate) fn slots(&self) -> u64 {
@@ -95,6 +118,15 @@ impl Table {
         })
     }
 
+    /// What the slots of `range` hold that are not empty, each as it was at some moment of the walk: a hint, which a load
+    /// under a guard confirms. At memory's speed.
+    pub(crate) fn walk(&self, range: Range<u64>) -> impl Iterator<Item = (SlotIndex, u64)> + '_ {
+        let words = self.words.words();
+        self.touched_slots(range)
+            .map(move |index| (index, words[index.0 as usize].load(Ordering::Relaxed)))
+            .filter(|&(_, word)| word != Slot::EMPTY)
+    }
+
     fn word(&self, index: SlotIndex) -> &AtomicU64 {
         assert!(u64::from(index.0) < self.slots, "slot {} of {}", index.0, self.slots);
         &self.words.words()[index.0 as usize]
@@ -122,6 +154,10 @@ impl Table {
             word.fetch_or(bit, Ordering::Relaxed);
         }
     }
+}
+
+fn table_len(slots: u64) -> usize {
+    slots as usize * size_of::<u64>()
 }
 
 /// The set bits of a range, whole empty words at a time.
@@ -155,18 +191,18 @@ mod tests {
 
     #[test]
     fn reading_a_table_touches_nothing() {
-        let table = Table::new("test", 1 << 28).unwrap(); // a disk of 1 TiB
+        let table = Table::new("test", 1 << 28, &[0; OS_PAGE_SIZE]).unwrap(); // a disk of 1 TiB
         for index in (0..1 << 28).step_by(99_999) {
             assert_eq!(table.load(SlotIndex(index)), Slot::EMPTY);
         }
         assert_eq!(table.touched_slots(0..1 << 28).count(), 0);
         assert_eq!(table.touched_bytes(), 0);
-        assert_eq!(rustix::fs::fstat(table.words.file().unwrap()).unwrap().st_blocks, 0);
+        assert_eq!(table.words.populated_ranges().unwrap(), []);
     }
 
     #[test]
     fn only_touched_pages_are_walked_and_ends_are_exact() {
-        let table = Table::new("test", 1 << 20).unwrap();
+        let table = Table::new("test", 1 << 20, &[0; OS_PAGE_SIZE]).unwrap();
         for index in [3, 70_000, 999_999] {
             assert_eq!(table.swap(SlotIndex(index), 7 << 60), Slot::EMPTY);
         }
@@ -181,7 +217,7 @@ mod tests {
 
     #[test]
     fn a_lost_compare_exchange_says_what_it_found() {
-        let table = Table::new("test", 1).unwrap();
+        let table = Table::new("test", 1, &[0; OS_PAGE_SIZE]).unwrap();
         assert_eq!(table.compare_exchange(SlotIndex(0), Slot::EMPTY, 5 << 60), Ok(()));
         assert_eq!(table.compare_exchange(SlotIndex(0), Slot::EMPTY, 6 << 60), Err(5 << 60));
         assert_eq!(table.load(SlotIndex(0)), 5 << 60);

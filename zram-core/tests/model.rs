@@ -9,7 +9,7 @@ use std::io::Write;
 use std::sync::{Arc, Barrier};
 
 use zram_core::{
-    MEM_LIMIT_MIN, Options, PAGE_SIZE, Page, SECTOR_SIZE, SECTORS_PER_PAGE, SlotIndex, Worker, WriteError, Zram,
+    MEM_LIMIT_MIN, Options, PAGE_SIZE, Page, SECTOR_SIZE, SECTORS_PER_PAGE, SlotIndex, Upkeep, Worker, WriteError, Zram,
 };
 
 /// xorshift64*: small, and the same everywhere.
@@ -134,7 +134,7 @@ fn run_model(seed: u64, pages: u64, mem_limit_bytes: Option<u64>, algorithm: &st
                 (slot..end).for_each(|slot| drop(model.remove(&slot)));
                 notify_free += end - slot;
             }
-            18 => while worker.upkeep() {},
+            18 => while zram.upkeep() == Upkeep::Soon {},
             _ => worker.end_batch(),
         }
         let reader = &mut workers[random.below(2) as usize];
@@ -168,7 +168,7 @@ fn run_model(seed: u64, pages: u64, mem_limit_bytes: Option<u64>, algorithm: &st
     }
     workers[0].discard(0..pages);
     workers.iter_mut().for_each(Worker::end_batch);
-    while workers[1].upkeep() {}
+    while zram.upkeep() == Upkeep::Soon {}
     let stats = zram.stats();
     let gauges = [
         stats.orig_data_size,
@@ -275,7 +275,7 @@ fn sectors_of_one_page_written_by_many_queues_are_never_lost() {
                     }
                     worker.end_batch();
                     if barrier.wait().is_leader() {
-                        worker.upkeep();
+                        zram.upkeep();
                     }
                     barrier.wait();
                     worker.end_batch();
@@ -415,7 +415,8 @@ fn workers_come_and_go_and_leave_nothing() {
     }
     let mut worker = zram.worker().unwrap();
     worker.discard(0..4096);
-    while worker.upkeep() {}
+    worker.end_batch();
+    while zram.upkeep() == Upkeep::Soon {}
     zram.check_consistency();
     assert_eq!(zram.stats().mem_used_total, 0);
 }
@@ -442,7 +443,7 @@ fn queues_that_overwrite_in_turn_hold_little_more_than_they_store() {
                 worker.end_batch();
             }
         }
-        while worker.upkeep() {}
+        while zram.upkeep() == Upkeep::Soon {}
         let stats = zram.stats();
         let held = stats.mem_used_total as f64 / stats.compr_data_size as f64;
         assert!(

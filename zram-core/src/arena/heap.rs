@@ -9,7 +9,10 @@
 //! such hole exists and drops it. When stale entries outnumber the holes, the bins are made anew. Bins shrink as they
 //! empty: who makes holes of one length after another must not leave a large bin behind for each.
 //!
-//! Invariants: sum of holes + sum of live objects = granules of the owned segments; every hole has an entry in its bin;
+//! A segment can be closed: its holes leave the bins, so that nothing is allocated there any more, while what is freed
+//! there still merges. That is how the cleaner empties one.
+//!
+//! Invariants: sum of holes + sum of live objects = granules of the owned segments; every hole of an open segment has an entry in its bin;
 //! no two holes of a segment touch; a segment without objects is not kept.
 
 use crate::arena::SEGMENT_GRANULES;
@@ -25,9 +28,9 @@ const _: () = assert!(EXACT_BINS >= super::OBJECT_GRANULES_MAX);
 pub(super) type Local = u32;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Hole {
-    start: u16,
-    len: u16,
+pub(super) struct Hole {
+    pub(super) start: u16,
+    pub(super) len: u16,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -41,6 +44,19 @@ struct Segment {
     /// The arena's number of the segment.
     number: u32,
     holes: Vec<Hole>,
+    /// Granules in the holes.
+    free: u16,
+    is_closed: bool,
+}
+
+/// A segment as the cleaner and the operator see it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Survey<'a> {
+    pub(super) local: Local,
+    pub(super) number: u32,
+    pub(super) free: u16,
+    pub(super) is_closed: bool,
+    pub(super) holes: &'a [Hole],
 }
 
 #[derive(Debug, Default)]
@@ -78,16 +94,18 @@ fn pop_and_shrink(bin: &mut Vec<Entry>) -> Option<Entry> {
 impl Heap {
     /// Takes over an empty segment.
     pub(super) fn add_segment(&mut self, number: u32) -> Local {
+        let all = Hole {
+            start: 0,
+            len: SEGMENT_GRANULES as u16,
+        };
+        self.add_segment_with(number, vec![all])
+    }
+
+    /// Takes over a segment that has objects everywhere but in `holes`, which are sorted and do not touch.
+    pub(super) fn add_segment_with(&mut self, number: u32, holes: Vec<Hole>) -> Local {
         if self.bins.is_empty() {
             self.bins = vec![Vec::new(); BINS];
         }
-        let segment = Segment {
-            number,
-            holes: vec![Hole {
-                start: 0,
-                len: SEGMENT_GRANULES as u16,
-            }],
-        };
         let local = match self.vacant.pop() {
             Some(local) => local,
             None => {
@@ -95,16 +113,61 @@ impl Heap {
                 (self.segments.len() - 1) as Local
             }
         };
-        self.segments[local as usize] = Some(segment);
-        self.holes += 1;
-        self.file(
-            local,
-            Hole {
-                start: 0,
-                len: SEGMENT_GRANULES as u16,
-            },
-        );
+        self.holes += holes.len();
+        self.segments[local as usize] = Some(Segment {
+            number,
+            free: holes.iter().map(|hole| hole.len).sum(),
+            holes: holes.clone(),
+            is_closed: false,
+        });
+        holes.into_iter().for_each(|hole| self.file(local, hole));
         local
+    }
+
+    /// Allocates nothing in a segment any more. False when the heap has no such segment now, or it is closed already.
+    pub(super) fn close(&mut self, local: Local, number: u32) -> bool {
+        match self.segments.get_mut(local as usize) {
+            Some(Some(segment)) if segment.number == number && !segment.is_closed => {
+                segment.is_closed = true;
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// Allocates in a closed segment again. False when it is gone: it became empty.
+    pub(super) fn reopen(&mut self, local: Local, number: u32) -> bool {
+        let Some(Some(segment)) = self.segments.get_mut(local as usize) else {
+            return false;
+        };
+        if segment.number != number {
+            return false;
+        }
+        segment.is_closed = false;
+        for hole in segment.holes.clone() {
+            self.file(local, hole);
+        }
+        true
+    }
+
+    /// The segments from `from` on, in the order of their indices: at most `count` places are looked at.
+    pub(super) fn survey(&self, from: Local, count: usize) -> impl Iterator<Item = Survey<'_>> {
+        let places = self.segments.iter().enumerate().skip(from as usize).take(count);
+        places.filter_map(|(local, segment)| {
+            let segment = segment.as_ref()?;
+            Some(Survey {
+                local: local as Local,
+                number: segment.number,
+                free: segment.free,
+                is_closed: segment.is_closed,
+                holes: &segment.holes,
+            })
+        })
+    }
+
+    /// No segment has this index or a higher one.
+    pub(super) fn end(&self) -> Local {
+        self.segments.len() as Local
     }
 
     /// A place for `granules` in the smallest hole that has room: the segment's number and the place in it.
@@ -129,6 +192,7 @@ impl Heap {
         let segment = self.segments[local as usize]
             .as_mut()
             .expect("an object's segment is owned");
+        segment.free += granules as u16;
         let holes = &mut segment.holes;
         let end = start + granules;
         let after = holes.partition_point(|hole| usize::from(hole.start) < start);
@@ -172,13 +236,18 @@ impl Heap {
             }
             return Some(number);
         }
-        self.file(local, freed);
+        if !segment.is_closed {
+            self.file(local, freed);
+        }
         None
     }
 
     /// Takes the first granules of the hole that an entry of `bin` names, if there is one and it belongs to that bin.
     fn take(&mut self, entry: Entry, bin: usize, granules: usize) -> Option<(u32, usize)> {
         let segment = self.segments[entry.local as usize].as_mut()?;
+        if segment.is_closed {
+            return None;
+        }
         let at = segment
             .holes
             .binary_search_by_key(&entry.start, |hole| hole.start)
@@ -192,6 +261,7 @@ impl Heap {
             start: hole.start + granules as u16,
             len: hole.len - granules as u16,
         };
+        segment.free -= granules as u16;
         if rest.len == 0 {
             segment.holes.remove(at);
             self.holes -= 1;
@@ -223,7 +293,8 @@ impl Heap {
         self.entries = 0;
         self.occupied = Default::default();
         for (local, segment) in self.segments.iter().enumerate() {
-            for hole in segment.iter().flat_map(|segment| &segment.holes) {
+            let open = segment.iter().filter(|segment| !segment.is_closed);
+            for hole in open.flat_map(|segment| &segment.holes) {
                 let bin = bin_of(usize::from(hole.len));
                 self.bins[bin].push(Entry {
                     local: local as Local,
@@ -248,10 +319,7 @@ impl Heap {
 
     /// Granules in holes, for the self-check.
     pub(super) fn free_granules(&self) -> usize {
-        self.owned()
-            .flat_map(|segment| &segment.holes)
-            .map(|hole| usize::from(hole.len))
-            .sum()
+        self.owned().map(|segment| usize::from(segment.free)).sum()
     }
 
     /// Segments owned.
@@ -273,6 +341,8 @@ impl Heap {
         assert_eq!(self.entries, self.bins.iter().map(Vec::len).sum::<usize>());
         for (local, segment) in self.segments.iter().enumerate() {
             let Some(segment) = segment else { continue };
+            let free: u16 = segment.holes.iter().map(|hole| hole.len).sum();
+            assert_eq!(segment.free, free);
             for pair in segment.holes.windows(2) {
                 assert!(pair[0].start + pair[0].len < pair[1].start, "{:?} touch", pair);
             }
@@ -282,8 +352,10 @@ impl Heap {
                 );
                 let bin = &self.bins[bin_of(usize::from(hole.len))];
                 assert!(
-                    bin.iter()
-                        .any(|entry| entry.local as usize == local && entry.start == hole.start)
+                    segment.is_closed
+                        || bin
+                            .iter()
+                            .any(|entry| entry.local as usize == local && entry.start == hole.start)
                 );
             }
         }
@@ -320,6 +392,27 @@ mod tests {
         assert_eq!(heap.free(local, places[2], 100), None);
         assert_eq!(heap.free(local, places[1], 100), Some(3));
         assert_eq!((heap.segments(), heap.allocate(1)), (0, None));
+    }
+
+    #[test]
+    fn a_closed_segment_gives_nothing_takes_back_and_leaves_when_empty() {
+        let mut heap = Heap::default();
+        let local = heap.add_segment(5);
+        let places: Vec<_> = (0..3).map(|_| heap.allocate(100).unwrap().1).collect();
+        assert!(!heap.close(local, 6), "another segment");
+        assert!(heap.close(local, 5));
+        assert!(!heap.close(local, 5), "closed already");
+        assert_eq!(heap.allocate(1), None);
+        assert_eq!(heap.free(local, places[1], 100), None);
+        heap.check_consistency();
+        assert_eq!(heap.allocate(100), None);
+        assert!(heap.reopen(local, 5));
+        heap.check_consistency();
+        assert_eq!(heap.allocate(100), Some((5, places[1])));
+        assert!(heap.close(local, 5));
+        let emptied: Vec<_> = places.iter().map(|&place| heap.free(local, place, 100)).collect();
+        assert_eq!(emptied, [None, None, Some(5)]);
+        assert!(!heap.reopen(local, 5));
     }
 
     #[test]

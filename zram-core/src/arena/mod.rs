@@ -12,28 +12,35 @@
 //!    whoever next holds the heap takes the queue in.
 //! 3. Nothing is taken beyond the limit, see `segments.rs`. And no heap grows while the segments in use are sparse and
 //!    another heap has room: else what one queue filled would stay half empty while others fill segments of their own.
+//! 4. What the memory of a process is lost with it can be had again from the objects' places alone, see `rebuild.rs`.
 
 mod heap;
+mod rebuild;
+mod report;
 mod segments;
 mod stack;
 
 use std::io;
+use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
 use crate::epoch::Guard;
 use crate::page::PAGE_SIZE;
-use crate::region::Mapping;
+use crate::pause::{Step, allocation_fails, reach};
+use crate::region::{Mapping, OS_PAGE_SIZE};
 use crate::slot::{GRANULE_SIZE, GRANULES_MAX, Handle};
 use crate::sync::CachePadded;
-use heap::Heap;
+use heap::{Heap, Local};
+pub(crate) use rebuild::{Layout, LayoutError};
+pub use report::{ArenaReport, HeapReport, HoleClass, LIVE_SHARES};
 pub(crate) use segments::Purpose;
 use segments::Segments;
 
 /// Bytes in a segment: the unit in which the arena takes memory from the host and gives it back.
 pub const SEGMENT_SIZE: usize = 64 << 10;
-const SEGMENT_GRANULES: usize = SEGMENT_SIZE / GRANULE_SIZE;
+pub(crate) const SEGMENT_GRANULES: usize = SEGMENT_SIZE / GRANULE_SIZE;
 /// Granules of the largest object, a page kept whole: sixteen fill a segment.
 const OBJECT_GRANULES_MAX: usize = PAGE_SIZE / GRANULE_SIZE;
 /// Objects whose heap is busy wait in its queue as one word: place and length.
@@ -46,6 +53,8 @@ const _: () = assert!(GRANULES_MAX / SEGMENT_GRANULES as u64 <= 1 << HOME_LOCAL_
 const SPARSE_SHARE: u64 = 32;
 /// How often a heap that is in use for a moment is tried.
 const TRIES: usize = 3;
+/// Segments of a heap that are looked at under its lock at a time: some microseconds.
+const SURVEY_STEP: usize = 256;
 
 /// Granules of an object with `len` bytes of content.
 pub(crate) fn object_granules(len: usize) -> usize {
@@ -68,6 +77,15 @@ pub(crate) struct Full {
     pub(crate) busy: bool,
 }
 
+/// A segment that the cleaner has closed, or may close.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sparse {
+    pub(crate) free_granules: u16,
+    pub(crate) number: u32,
+    heap: u16,
+    local: Local,
+}
+
 #[derive(Debug)]
 pub(crate) struct Arena {
     bytes: Mapping,
@@ -77,6 +95,8 @@ pub(crate) struct Arena {
     heaps: Box<[CachePadded<HeapPlace>]>,
     /// Some queue could not be taken in by who filled it, and perhaps nobody else will come by.
     queue_left: AtomicBool,
+    /// Segments that were taken to move objects into, ever.
+    fresh_for_moves: AtomicU64,
 }
 
 #[derive(Debug, Default)]
@@ -89,41 +109,65 @@ struct HeapPlace {
 }
 
 impl Arena {
-    /// An arena for `pages` pages, of which `limit_bytes` may be in memory, with a heap for each of `heaps` workers.
-    pub(crate) fn new(name: &str, pages: u64, limit_bytes: Option<u64>, heaps: usize) -> io::Result<Arena> {
+    /// Bytes of address space for `pages` pages. It costs nothing and is no limit: four times what it takes to keep every
+    /// page whole, and 256 MiB for what waits for its grace period.
+    pub(crate) fn address_space(pages: u64) -> u64 {
+        let ample =
+            pages.div_ceil((SEGMENT_GRANULES / OBJECT_GRANULES_MAX) as u64) * 4 + (256 << 20) / SEGMENT_SIZE as u64;
+        ample.min(GRANULES_MAX / SEGMENT_GRANULES as u64) * SEGMENT_SIZE as u64
+    }
+
+    /// An arena in `space` bytes of address space, of which `limit_bytes` may be in memory, with `heaps` heaps.
+    pub(crate) fn new(
+        name: &str,
+        space: u64,
+        head: &[u8; OS_PAGE_SIZE],
+        limit_bytes: Option<u64>,
+        heaps: usize,
+    ) -> io::Result<Arena> {
+        let bytes = Mapping::memfd(&format!("zram-arena-{name}"), space as usize, head)?;
+        Arena::on(bytes, limit_bytes, heaps)
+    }
+
+    /// The arena of `space` bytes that another process left in `memfd`, with nothing known of what is in it: see
+    /// [`Arena::rebuild`].
+    pub(crate) fn adopt(memfd: OwnedFd, space: u64, limit_bytes: Option<u64>, heaps: usize) -> io::Result<Arena> {
+        Arena::on(Mapping::adopt(memfd, space as usize)?, limit_bytes, heaps)
+    }
+
+    fn on(bytes: Mapping, limit_bytes: Option<u64>, heaps: usize) -> io::Result<Arena> {
         assert!(heaps <= 1 << (u32::BITS - HOME_LOCAL_BITS));
-        // Address space costs nothing and is no limit: four times what it takes to keep every page whole, and 256 MiB
-        // for what waits for its grace period.
-        let pages_per_segment = (SEGMENT_GRANULES / OBJECT_GRANULES_MAX) as u64;
-        let ample = pages.div_ceil(pages_per_segment) * 4 + (256 << 20) / SEGMENT_SIZE as u64;
-        let count = ample.min(GRANULES_MAX / SEGMENT_GRANULES as u64) as u32;
-        let limit = limit_bytes.map(|bytes| bytes / SEGMENT_SIZE as u64);
+        let count = (bytes.len() / SEGMENT_SIZE) as u32;
         Ok(Arena {
-            bytes: Mapping::memfd(&format!("zram-arena-{name}"), count as usize * SEGMENT_SIZE)?,
-            segments: Segments::new(count, limit)?,
+            bytes,
+            segments: Segments::new(count, limit_bytes.map(whole_segments))?,
             homes: Mapping::anonymous(count as usize * size_of::<u32>())?,
             heaps: (0..heaps).map(|_| CachePadded(HeapPlace::default())).collect(),
             queue_left: AtomicBool::new(false),
+            fresh_for_moves: AtomicU64::new(0),
         })
+    }
+
+    pub(crate) fn mapping(&self) -> &Mapping {
+        &self.bytes
     }
 
     /// Stores `content`, 1 to 4,096 bytes. Nobody can see the object until the handle is published.
     pub(crate) fn store(&self, room: &Room<'_>, content: &[u8]) -> Result<Handle, Full> {
         let granules = object_granules(content.len());
         let handle = self.allocate(room, granules)?;
+        reach(Step::Allocated);
         let object = self.address(handle, granules * GRANULE_SIZE);
         // SAFETY: the granules were free and are ours alone until the handle is published; the write stays inside them,
         // and `content` is a reference, so it does not lie in them.
         unsafe { object.copy_from_nonoverlapping(NonNull::from(content).cast(), content.len()) };
+        reach(Step::Stored);
         Ok(handle)
     }
 
     /// Stores a same-filled page's word.
     pub(crate) fn store_value(&self, room: &Room<'_>, value: u64) -> Result<Handle, Full> {
-        let handle = self.allocate(room, 1)?;
-        // SAFETY: as in `store`; a granule is 8 bytes, aligned to 8.
-        unsafe { self.address(handle, GRANULE_SIZE).cast::<u64>().write(value) };
-        Ok(handle)
+        self.store(room, &value.to_ne_bytes())
     }
 
     /// The content of an object.
@@ -143,7 +187,7 @@ impl Arena {
     /// # Safety
     /// As for `content`.
     pub(crate) unsafe fn value(&self, handle: Handle, _guard: &Guard<'_>) -> u64 {
-        // SAFETY: as in `content`.
+        // SAFETY: as in `content`; a granule is 8 bytes, aligned to 8.
         unsafe { self.address(handle, GRANULE_SIZE).cast::<u64>().read() }
     }
 
@@ -152,6 +196,7 @@ impl Arena {
     /// # Safety
     /// The object is not in any slot any more and no guard is left that may have seen it there. It is freed once.
     pub(crate) unsafe fn free(&self, heap: usize, handle: Handle, granules: usize) {
+        reach(Step::Freeing);
         let (home, _) = self.home(segment_of(handle));
         if home == heap
             && let Some(mut heap) = self.try_heap(heap)
@@ -166,11 +211,13 @@ impl Arena {
         }
     }
 
-    /// Gives one empty segment back to the host; false when there is none to give.
-    pub(crate) fn give_back(&self) -> bool {
-        self.segments.give_back(|number| {
+    /// Gives the memory of some empty segments back to the host, if too many have some; how many went.
+    pub(crate) fn give_back(&self) -> u64 {
+        self.segments.give_back(|run| {
+            reach(Step::GivingBack);
+            let (offset, len) = (run.start as usize * SEGMENT_SIZE, run.len() * SEGMENT_SIZE);
             // SAFETY: a segment to be given back holds no object, and what it held was freed after its grace period.
-            unsafe { self.bytes.punch_hole(number as usize * SEGMENT_SIZE, SEGMENT_SIZE) }
+            unsafe { self.bytes.punch_hole(offset, len) }
         })
     }
 
@@ -185,22 +232,107 @@ impl Arena {
         }
     }
 
-    /// Whether there is something for idle time: queues left, or empty segments to give back.
+    /// Whether queues were left, or empty segments can be given back.
     pub(crate) fn has_upkeep(&self) -> bool {
-        self.queue_left.load(Ordering::Relaxed) || self.segments.has_surplus()
+        self.queue_left.load(Ordering::Relaxed) || self.segments.surplus() != 0
     }
 
     /// Host memory that segments hold.
     pub(crate) fn held_bytes(&self) -> u64 {
-        self.segments.held_bytes()
+        self.segments.held() * SEGMENT_SIZE as u64
     }
 
-    /// The most that `held_bytes` ever was.
+    /// The most that `held_bytes` was since the start or the last reset.
     pub(crate) fn held_bytes_max(&self) -> u64 {
-        self.segments.held_bytes_max()
+        self.segments.held_max() * SEGMENT_SIZE as u64
+    }
+
+    pub(crate) fn reset_held_bytes_max(&self) {
+        self.segments.reset_held_max();
+    }
+
+    /// The limit from now on; it counts in whole segments.
+    pub(crate) fn set_limit(&self, bytes: Option<u64>) {
+        self.segments.set_limit(bytes.map(whole_segments));
+    }
+
+    /// Granules of the segments in use, live or not.
+    pub(crate) fn granules_in_use(&self) -> u64 {
+        self.segments.in_use() * SEGMENT_GRANULES as u64
+    }
+
+    /// All segments' numbers lie below this one.
+    pub(crate) fn segments_used(&self) -> u32 {
+        self.segments.used()
+    }
+
+    /// Granules of the segments that may still be taken.
+    pub(crate) fn fresh_granules(&self) -> u64 {
+        self.segments.limit().saturating_sub(self.segments.in_use()) * SEGMENT_GRANULES as u64
+    }
+
+    /// Segments that were taken to move objects into, ever.
+    pub(crate) fn fresh_for_moves(&self) -> u64 {
+        self.fresh_for_moves.load(Ordering::Relaxed)
+    }
+
+    /// The segments that are not closed, with what is free in each. A heap is looked at step by step, and left out where it
+    /// is in use: a picture for choosing, not an account.
+    pub(crate) fn survey(&self) -> Vec<Sparse> {
+        let mut found = vec![];
+        for number in 0..self.heaps.len() {
+            self.survey_heap(number, |segment| {
+                if !segment.is_closed {
+                    found.push(Sparse {
+                        free_granules: segment.free,
+                        number: segment.number,
+                        heap: number as u16,
+                        local: segment.local,
+                    });
+                }
+            });
+        }
+        found
+    }
+
+    /// Allocates nothing more in the segment. False when it is not what it was, or its heap is in use.
+    pub(crate) fn close(&self, segment: &Sparse) -> bool {
+        let heap = self.try_heap(segment.heap.into());
+        heap.is_some_and(|mut heap| heap.close(segment.local, segment.number))
+    }
+
+    /// Allocates in the segment again: `Some(false)` when it became empty and is gone, `None` when its heap is in use.
+    pub(crate) fn reopen(&self, segment: &Sparse) -> Option<bool> {
+        let mut heap = self.try_heap(segment.heap.into())?;
+        Some(heap.reopen(segment.local, segment.number))
+    }
+
+    /// The heap that a segment in use belongs to.
+    pub(crate) fn heap_of(&self, handle: Handle) -> usize {
+        self.home(segment_of(handle)).0
+    }
+
+    fn survey_heap(&self, number: usize, mut each: impl FnMut(heap::Survey<'_>)) -> bool {
+        if self.heaps[number].0.segments.load(Ordering::Relaxed) == 0 {
+            return true;
+        }
+        let mut from = 0;
+        loop {
+            let Some(heap) = self.try_heap_again(number) else {
+                return false;
+            };
+            heap.survey(from, SURVEY_STEP).for_each(&mut each);
+            from += SURVEY_STEP as Local;
+            if from >= heap.end() {
+                return true;
+            }
+        }
     }
 
     fn allocate(&self, room: &Room<'_>, granules: usize) -> Result<Handle, Full> {
+        if allocation_fails() {
+            return Err(Full { busy: false });
+        }
         let in_use = self.segments.in_use();
         let bound = self.segments.grow_bound();
         // Once overwriting took a segment of the reserve, what is free, in holes anywhere, is what it goes on with; a disk
@@ -210,13 +342,19 @@ impl Arena {
         if grows && in_use > bound && (room.live_granules)() > bound * SEGMENT_GRANULES as u64 / 8 * 7 {
             return Err(Full { busy: false });
         }
-        if let Some(place) = self.try_heap(room.heap).and_then(|mut heap| heap.allocate(granules)) {
+        let own = self.try_heap(room.heap).and_then(|mut heap| {
+            reach(Step::HeapLocked);
+            heap.allocate(granules)
+        });
+        if let Some(place) = own {
             return Ok(handle_at(place));
         }
         let used = in_use * SEGMENT_GRANULES as u64;
         let mut busy = false;
-        let is_sparse = used.saturating_sub((room.live_granules)()) > used / SPARSE_SHARE;
-        if is_sparse && let Some(handle) = self.allocate_elsewhere(room.heap, granules, &mut busy) {
+        let is_sparse = || used.saturating_sub((room.live_granules)()) > used / SPARSE_SHARE;
+        if (room.purpose == Purpose::Move || is_sparse())
+            && let Some(handle) = self.allocate_elsewhere(room.heap, granules, &mut busy)
+        {
             return Ok(handle);
         }
         if let Some(handle) = self.allocate_fresh(room, granules) {
@@ -232,10 +370,7 @@ impl Arena {
         others
             .filter(|&number| self.heaps[number].0.segments.load(Ordering::Relaxed) != 0)
             .find_map(|number| {
-                let heap = (0..TRIES).find_map(|_| {
-                    std::hint::spin_loop();
-                    self.try_heap(number)
-                });
+                let heap = self.try_heap_again(number);
                 *busy |= heap.is_none();
                 heap?.allocate(granules).map(handle_at)
             })
@@ -243,19 +378,34 @@ impl Arena {
 
     /// A place in a segment that was empty, for the first heap to be had.
     fn allocate_fresh(&self, room: &Room<'_>, granules: usize) -> Option<Handle> {
+        // The host's memory first, in which the kernel may take its time, and then the heap.
+        let populate = |number: u32| self.bytes.populate(number as usize * SEGMENT_SIZE, SEGMENT_SIZE);
+        let segment = self.segments.take(room.purpose, populate)?;
         let numbers = (room.heap..self.heaps.len()).chain(0..room.heap);
-        let (number, mut heap) = numbers
-            .map(|number| (number, self.try_heap(number)))
-            .find(|(_, heap)| heap.is_some())?;
-        let heap = heap.as_mut()?;
-        let segment = self.segments.take(room.purpose)?;
-        let local = heap.add_segment(segment);
-        self.heaps[number].0.segments.fetch_add(1, Ordering::Relaxed);
-        self.set_home(segment, number, local);
+        let found = numbers.map(|number| (number, self.try_heap(number)));
+        let Some((number, Some(mut heap))) = found.into_iter().find(|(_, heap)| heap.is_some()) else {
+            self.segments.release(segment);
+            return None;
+        };
+        // The heap may have got a hole with its queue. A segment that nothing is put into would never get empty.
+        if let Some(place) = heap.allocate(granules) {
+            self.segments.release(segment);
+            return Some(handle_at(place));
+        }
+        self.own_segment(number, &mut heap, segment, |heap| heap.add_segment(segment));
+        if room.purpose == Purpose::Move {
+            self.fresh_for_moves.fetch_add(1, Ordering::Relaxed);
+        }
         let place = heap
             .allocate(granules)
             .expect("a fresh segment has room for any object");
         Some(handle_at(place))
+    }
+
+    fn own_segment(&self, number: usize, heap: &mut Heap, segment: u32, add: impl FnOnce(&mut Heap) -> Local) {
+        let local = add(heap);
+        self.heaps[number].0.segments.fetch_add(1, Ordering::Relaxed);
+        self.set_home(segment, number, local);
     }
 
     /// The heap, with its queue taken in, if nobody else uses it now. A heap whose user panicked stays locked for good.
@@ -268,11 +418,20 @@ impl Arena {
         Some(heap)
     }
 
+    /// As `try_heap`, a few times: most users have it for less than a microsecond.
+    fn try_heap_again(&self, number: usize) -> Option<MutexGuard<'_, Heap>> {
+        (0..TRIES).find_map(|_| {
+            std::hint::spin_loop();
+            self.try_heap(number)
+        })
+    }
+
     fn enqueue(&self, home: usize, handle: Handle, granules: usize) {
         let queue = &self.heaps[home].0.queue;
         let link = self.address(handle, GRANULE_SIZE).cast::<u64>();
         let word = queue_word(handle, granules);
         let mut newest = queue.load(Ordering::Relaxed);
+        reach(Step::Queueing);
         loop {
             // SAFETY: the object is free and not reachable, so its first granule is ours until the exchange succeeds.
             unsafe { link.write(newest) };
@@ -288,6 +447,7 @@ impl Arena {
     fn take_queue_in(&self, queue: &AtomicU64, heap: &mut Heap) {
         // The whole queue at once, so no head can come back: no ABA. Acquire pairs with the release of `enqueue`.
         let mut word = queue.swap(0, Ordering::Acquire);
+        reach(Step::QueueTaken);
         while word != 0 {
             let (handle, granules) = of_queue_word(word);
             // SAFETY: a queued object is free, its first granule holds what `enqueue` wrote, and the queue is ours now.
@@ -312,12 +472,12 @@ impl Arena {
 
     /// Relaxed, as in `set_home`: a segment's home changes only while it holds no object, and who has an object's handle
     /// got it after the home was set.
-    fn home(&self, segment: u32) -> (usize, u32) {
+    fn home(&self, segment: u32) -> (usize, Local) {
         let home = self.homes.half_words()[segment as usize].load(Ordering::Relaxed);
         ((home >> HOME_LOCAL_BITS) as usize, home & ((1 << HOME_LOCAL_BITS) - 1))
     }
 
-    fn set_home(&self, segment: u32, heap: usize, local: u32) {
+    fn set_home(&self, segment: u32, heap: usize, local: Local) {
         let home = (heap as u32) << HOME_LOCAL_BITS | local;
         self.homes.half_words()[segment as usize].store(home, Ordering::Relaxed);
     }
@@ -330,17 +490,26 @@ impl Arena {
             .collect();
         let segments: usize = heaps.iter().map(|heap| heap.segments()).sum();
         let free: usize = heaps.iter().map(|heap| heap.free_granules()).sum();
+        let mut all = heaps.iter().flat_map(|heap| heap.survey(0, usize::MAX));
+        assert!(
+            all.all(|segment| usize::from(segment.free) < SEGMENT_GRANULES && !segment.is_closed),
+            "a segment without objects, or one that is closed for good"
+        );
         assert_eq!(segments as u64, self.segments.in_use(), "segments in heaps and in use");
         assert_eq!(
             free + live_granules,
             segments * SEGMENT_GRANULES,
             "granules in holes and objects"
         );
-        assert!(self.segments.in_use() * SEGMENT_SIZE as u64 <= self.held_bytes());
+        assert!(self.segments.in_use() <= self.segments.held());
     }
 }
 
-fn segment_of(handle: Handle) -> u32 {
+fn whole_segments(bytes: u64) -> u64 {
+    bytes / SEGMENT_SIZE as u64
+}
+
+pub(crate) fn segment_of(handle: Handle) -> u32 {
     (handle.granule() / SEGMENT_GRANULES as u64) as u32
 }
 
@@ -364,6 +533,11 @@ mod tests {
     use super::*;
     use crate::epoch::Epochs;
 
+    fn arena(pages: u64, limit_bytes: Option<u64>, heaps: usize) -> Arena {
+        let space = Arena::address_space(pages);
+        Arena::new("test", space, &[0; OS_PAGE_SIZE], limit_bytes, heaps).expect("address space")
+    }
+
     fn room(heap: usize, purpose: Purpose) -> Room<'static> {
         Room {
             heap,
@@ -381,7 +555,7 @@ mod tests {
 
     #[test]
     fn objects_keep_their_bytes_and_never_touch_their_neighbours() {
-        let arena = Arena::new("test", 4096, None, 1).unwrap();
+        let arena = arena(4096, None, 1);
         let lens = [1, 2, 3, 4, 5, 11, 12, 13, 100, 1000, 3625, 4095, 4096];
         let stored: Vec<_> = (0..2000usize)
             .map(|n| {
@@ -397,24 +571,37 @@ mod tests {
 
     #[test]
     fn everything_freed_goes_back_to_the_host() {
-        let arena = Arena::new("test", 4096, None, 2).unwrap();
+        let arena = arena(4096, None, 2);
         let handles: Vec<_> = (0..500)
             .map(|n| arena.store(&room(n % 2, Purpose::Grow), &[7; 4096]).unwrap())
             .collect();
-        let blocks = || rustix::fs::fstat(arena.bytes.file().unwrap()).unwrap().st_blocks;
-        assert_eq!(blocks(), 500 * 8, "pages kept whole fill their segments");
+        let blocks = || {
+            arena
+                .bytes
+                .populated_ranges()
+                .unwrap()
+                .iter()
+                .map(|range| range.len() / 512)
+                .sum::<usize>()
+        };
+        assert_eq!(blocks() as u64 * 512, arena.held_bytes());
+        assert_eq!(
+            arena.held_bytes(),
+            32 * SEGMENT_SIZE as u64,
+            "sixteen pages kept whole fill a segment"
+        );
         for (n, handle) in handles.into_iter().enumerate() {
             // SAFETY: the handle is published nowhere. Each is freed by the worker that did not store it.
             unsafe { arena.free(1 - n % 2, handle, object_granules(4096)) };
         }
         arena.check_consistency(0);
-        while arena.give_back() {}
+        while arena.give_back() != 0 {}
         assert_eq!((arena.held_bytes(), blocks()), (0, 0));
     }
 
     #[test]
     fn a_heap_in_use_elsewhere_delays_nobody() {
-        let arena = Arena::new("test", 4096, None, 2).unwrap();
+        let arena = arena(4096, None, 2);
         let handle = arena.store(&room(0, Purpose::Grow), &[1; 100]).unwrap();
         let held = arena.heaps[0].0.heap.lock().unwrap();
         let other = arena.store(&room(0, Purpose::Grow), &[2; 100]).unwrap();
@@ -434,7 +621,7 @@ mod tests {
 
     #[test]
     fn at_the_limit_any_heap_with_room_will_do() {
-        let arena = Arena::new("test", 4096, Some(4 * SEGMENT_SIZE as u64), 4).unwrap();
+        let arena = arena(4096, Some(4 * SEGMENT_SIZE as u64), 4);
         let mut handles = vec![];
         while let Ok(handle) = arena.store(&room(0, Purpose::Replace), &[1; 4096]) {
             handles.push(handle);
@@ -452,7 +639,7 @@ mod tests {
     #[test]
     fn the_last_place_of_the_arena_is_as_good_as_the_first() {
         // 4 TiB of disk: the arena is as large as slots can name, and its end has every bit of a handle set.
-        let arena = Arena::new("test", 1 << 30, None, 1).unwrap();
+        let arena = arena(1 << 30, None, 1);
         let last = Handle::from_granule(GRANULES_MAX - 1);
         // SAFETY: nothing else is stored there.
         unsafe { arena.address(last, GRANULE_SIZE).cast::<u64>().write(42) };

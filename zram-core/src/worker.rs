@@ -1,0 +1,247 @@
+//! Who reads and writes a disk: one worker for each virtqueue.
+//!
+//! The path of a write: same-filled? then only the word is kept; else compress into the stream's buffer; no gain? then
+//! the page is kept whole, huge; the arena gives room and takes the bytes; one swap of the slot's word publishes them;
+//! what the slot held is retired and freed after its grace period. All slow work comes before the swap and a step that
+//! fails leaves the slot as it was.
+//!
+//! The path of a read: pin, load the word, decode where the object lies, unpin. Nothing on it waits for anybody.
+//!
+//! A sub-page write reads, merges, compresses, and exchanges the word it read for the new one; when another queue was
+//! faster it starts again, so each of its sectors is either before or after each of the other's. Its pin lasts from load
+//! to exchange: the object it read cannot be freed and another stored in its place, so an equal word means equal content.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::arena::Full;
+use crate::codec::Stream;
+use crate::epoch::{ParticipantId, Retired};
+use crate::page::{Page, SECTOR_SIZE, SECTORS_PER_PAGE};
+use crate::pause::{Step, reach};
+use crate::slot::{Slot, SlotIndex};
+use crate::stats::{self, Cells};
+use crate::zram::{RETIRED_OPEN_MAX, Zram, is_huge, slot_granules};
+
+/// How long a write at the limit waits for others to leave what it could use: an object that a reader still holds, a
+/// heap in use. Long enough for a preempted holder to run again on a busy host; an error would cost the guest more.
+const GRACE_WAIT_MAX: Duration = Duration::from_millis(100);
+/// The part of it that is spent trying: a grace period lasts microseconds unless its reader was preempted.
+const GRACE_SPIN_MAX: Duration = Duration::from_millis(1);
+/// Why a page was not written. The slot holds what it held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum WriteError {
+    /// The memory limit leaves no room.
+    #[error("the memory limit is reached")]
+    LimitReached,
+    /// Part of a page was to be written and the rest of it does not decode.
+    #[error("the page does not decode")]
+    Corrupt,
+}
+
+/// Why a page was not read. The buffer is all zeroes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ReadError {
+    /// The stored object is not what was stored.
+    #[error("the page does not decode")]
+    Corrupt,
+}
+
+/// Reads and writes a disk: one for each virtqueue, on the thread that serves it. Owns its compression stream, its heap
+/// of the arena, its counters, and what it has retired; leaves them to the next worker when dropped.
+pub struct Worker {
+    zram: Arc<Zram>,
+    id: ParticipantId,
+    stream: Stream,
+    /// Where sub-page writes are merged.
+    scratch: Box<Page>,
+    retired: Retired,
+}
+
+impl Worker {
+    pub(crate) fn new(zram: Arc<Zram>, id: ParticipantId, stream: Stream) -> Worker {
+        Worker {
+            zram,
+            id,
+            stream,
+            scratch: Page::zeroed(),
+            retired: Retired::default(),
+        }
+    }
+
+    /// The disk.
+    pub fn zram(&self) -> &Arc<Zram> {
+        &self.zram
+    }
+
+    /// Fills `page` with the content of a slot.
+    ///
+    /// # Panics
+    /// If the slot is past the end of the disk, as all methods do.
+    pub fn read_page(&mut self, index: SlotIndex, page: &mut Page) -> Result<(), ReadError> {
+        let guard = self.zram.epochs.pin(self.id);
+        let word = self.zram.table.load(index);
+        reach(Step::ReadPinned);
+        self.zram.decode(self.id, word, page, &guard)
+    }
+
+    /// Replaces the content of a slot.
+    pub fn write_page(&mut self, index: SlotIndex, page: &Page) -> Result<(), WriteError> {
+        let mut waiting_since = None;
+        loop {
+            let replaces = self.zram.table.load(index);
+            match self.zram.prepare(self.id, &mut self.stream, page, replaces) {
+                Ok(new) => {
+                    let old = self.zram.table.swap(index, new.pack());
+                    self.account_and_retire(old, new);
+                    return Ok(());
+                }
+                Err(full) => self.make_room(&mut waiting_since, full)?,
+            }
+        }
+    }
+
+    /// Replaces whole sectors of a page: `data` goes to sector `first` of the page and those after it. Atomic against all
+    /// other workers, for each sector.
+    ///
+    /// # Panics
+    /// If `data` is no whole number of sectors or passes the end of the page.
+    pub fn write_sectors(&mut self, index: SlotIndex, first: usize, data: &[u8]) -> Result<(), WriteError> {
+        assert!(data.len().is_multiple_of(SECTOR_SIZE) && first <= SECTORS_PER_PAGE);
+        let range = first * SECTOR_SIZE..first * SECTOR_SIZE + data.len();
+        let mut waiting_since = None;
+        loop {
+            let guard = self.zram.epochs.pin(self.id);
+            let found = self.zram.table.load(index);
+            self.zram
+                .decode(self.id, found, &mut self.scratch, &guard)
+                .map_err(|_| WriteError::Corrupt)?;
+            self.scratch[range.clone()].copy_from_slice(data);
+            let prepared = self.zram.prepare(self.id, &mut self.stream, &self.scratch, found);
+            let exchanged = prepared.map(|new| (new, self.zram.table.compare_exchange(index, found, new.pack())));
+            drop(guard);
+            match exchanged {
+                Ok((new, Ok(()))) => {
+                    self.account_and_retire(found, new);
+                    return Ok(());
+                }
+                // SAFETY: the new object was never in the table.
+                Ok((new, Err(_))) => unsafe { self.zram.free(self.id, new.pack()) },
+                Err(full) => self.make_room(&mut waiting_since, full)?,
+            }
+        }
+    }
+
+    /// Empties slots: they read as zeroes and cost nothing. Never fails. Areas that were never written cost next to
+    /// nothing to skip; where all is written it takes some 0.1 us a slot.
+    pub fn discard(&mut self, slots: Range<u64>) {
+        let zram = Arc::clone(&self.zram);
+        self.cells().notify_free.add(slots.end - slots.start);
+        for index in zram.table.touched_slots(slots) {
+            if zram.table.load(index) != Slot::EMPTY {
+                let old = zram.table.swap(index, Slot::EMPTY);
+                self.account_and_retire(old, Slot::Empty);
+            }
+        }
+    }
+
+    /// Ends a batch: what it replaced is freed as soon as no reader is left who may have found it, now if possible.
+    pub fn end_batch(&mut self) {
+        let Worker { zram, id, retired, .. } = self;
+        if retired.is_empty() {
+            return;
+        }
+        retired.seal(&zram.epochs);
+        reach(Step::Sealed);
+        let mut freed = 0;
+        retired.reclaim(&zram.epochs, |word| {
+            // SAFETY: we took retired words out of their slots, and reclaim gives each once, after its grace period.
+            unsafe { zram.free(*id, word) };
+            freed += 1;
+        });
+        if freed != 0 {
+            zram.cells[*id].0.retired.add(-freed);
+        }
+        zram.sleeper.wake();
+    }
+
+    /// Whether objects wait for their grace period, which is over in microseconds as a rule: then call
+    /// [`Worker::end_batch`] again soon, since at the memory limit others may need their room.
+    pub fn has_retired(&self) -> bool {
+        !self.retired.is_empty()
+    }
+
+    fn cells(&self) -> &Cells {
+        &self.zram.cells[self.id].0
+    }
+
+    /// After `new` took the place of `old` in a slot.
+    fn account_and_retire(&mut self, old: u64, new: Slot) {
+        reach(Step::Published);
+        let replaced = Slot::unpack(old);
+        let cells = self.cells();
+        cells.changes.add(1);
+        let change = |gauge: &stats::Gauge, measure: fn(Slot) -> i64| {
+            let by = measure(new) - measure(replaced);
+            if by != 0 {
+                gauge.add(by);
+            }
+        };
+        change(&cells.pages_stored, |slot| i64::from(slot != Slot::Empty));
+        change(&cells.same_pages, |slot| {
+            i64::from(matches!(slot, Slot::SameFilled(_) | Slot::SameFilledObject(_)))
+        });
+        change(&cells.huge_pages, |slot| i64::from(is_huge(slot)));
+        change(&cells.granules, |slot| {
+            slot_granules(slot).map_or(0, |(_, granules)| granules as i64)
+        });
+        change(&cells.compr_data_size, |slot| {
+            if let Slot::Stored { len, .. } = slot {
+                len as i64
+            } else {
+                0
+            }
+        });
+        if is_huge(new) {
+            cells.huge_pages_since.add(1);
+        }
+        if slot_granules(replaced).is_some() {
+            cells.retired.add(1);
+            self.retired.push(old);
+            if self.retired.open() >= RETIRED_OPEN_MAX {
+                self.end_batch();
+            }
+        }
+    }
+
+    /// After the arena was found full: frees what can be freed. An error when another try is of no use: the first is
+    /// always of use, further ones while others use heaps or hold objects that may make room, for `GRACE_WAIT_MAX`.
+    fn make_room(&mut self, waiting_since: &mut Option<Instant>, full: Full) -> Result<(), WriteError> {
+        let others_may = full.busy || stats::gauge(&self.zram.cells, |cells| &cells.retired) != 0;
+        match *waiting_since {
+            None => {
+                *waiting_since = Some(Instant::now());
+                self.end_batch();
+                return Ok(());
+            }
+            Some(since) if others_may && since.elapsed() < GRACE_SPIN_MAX => std::thread::yield_now(),
+            Some(since) if others_may && since.elapsed() < GRACE_WAIT_MAX => std::thread::sleep(GRACE_SPIN_MAX),
+            Some(_) => {
+                self.cells().refused_writes.add(1);
+                return Err(WriteError::LimitReached);
+            }
+        }
+        self.zram.clean_for_room();
+        self.end_batch();
+        Ok(())
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.end_batch();
+        self.zram.leave_orphans(std::mem::take(&mut self.retired));
+        self.zram.epochs.leave(self.id);
+    }
+}
