@@ -3,14 +3,16 @@
 //! `cargo bench -p zram-core --bench pages -- [--algorithm NAME] [--rounds N] [FILE...]`
 //!
 //! FILE holds 4 KiB pages (memory of live programs, say); without one, pages made here. Prints medians of the rounds in
-//! microseconds a page, and what the store holds over what it stores after a fill and after five rounds of overwriting.
+//! microseconds a page, and what the store holds (arena and slot table) over what it stores: after a fill, after five
+//! rounds of overwriting, both a second later, and two seconds after 70 % of the pages were discarded at random. The
+//! store's own thread is at work, as in the daemon.
 #![allow(clippy::unwrap_used)] // a bench: an error is a failure
 
 use std::hint::black_box;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use zram_core::{Algorithm, Options, PAGE_SIZE, Page, SlotIndex, Upkeep, Worker, Zram};
+use zram_core::{Algorithm, Options, PAGE_SIZE, Page, SlotIndex, Worker, Zram};
 
 fn main() {
     let (mut algorithm, mut rounds, mut files) = ("lz4".to_owned(), 5, vec![]);
@@ -114,28 +116,44 @@ fn bench(name: &str, all: Vec<Box<Page>>, algorithm: Algorithm, rounds: usize) {
     );
 
     let (zram, mut worker) = store(all.len(), algorithm);
+    let upkeep = zram.spawn_upkeep("zram-upkeep").unwrap();
     (0..all.len()).for_each(|n| write_page(&mut worker, n, &all[n]));
     worker.end_batch();
-    let held = |zram: &Zram| {
+    let held = |after: Duration| {
+        std::thread::sleep(after);
         let stats = zram.stats();
         (stats.mem_used_total + stats.table_bytes) as f64 / stats.compr_data_size as f64
     };
-    let (filled, stats) = (held(&zram), zram.stats());
+    let (filled, stats) = (held(SETTLE), zram.stats());
     let mut random = 0x2545_f491_4f6c_dd1d_u64;
-    for _ in 0..5 * all.len() {
+    let mut next = || {
         random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-        let (slot, page) = ((random >> 33) as usize % all.len(), (random >> 13) as usize % all.len());
+        (random >> 33) as usize
+    };
+    for _ in 0..5 * all.len() {
+        let (slot, page) = (next() % all.len(), next() % all.len());
         write_page(&mut worker, slot, &all[page]);
     }
-    while zram.upkeep() == Upkeep::Soon {}
+    worker.end_batch();
+    let (at_once, overwritten, compacted) = (held(Duration::ZERO), held(SETTLE), zram.stats().pages_compacted);
+    for slot in (0..all.len() as u64).filter(|_| next() % 10 < 7) {
+        worker.discard(slot..slot + 1);
+        if slot % 32 == 0 {
+            worker.end_batch();
+        }
+    }
+    worker.end_batch();
     println!(
-        "{name:<18} stored {} of {}, ratio {:.2}; (arena + table) / stored: {filled:.4} filled, {:.4} overwritten 5 times",
-        stats.compr_data_size,
-        stats.orig_data_size,
+        "{name:<18} ratio {:.2}, held/stored: {filled:.4} filled, {at_once:.4} and {overwritten:.4} overwritten, \
+         {:.4} discarded; {compacted} pages compacted before",
         stats.orig_data_size as f64 / stats.compr_data_size as f64,
-        held(&zram)
+        held(2 * SETTLE)
     );
+    drop(upkeep);
 }
+
+/// How long the store's thread may take to do what there is to do.
+const SETTLE: Duration = Duration::from_secs(1);
 
 fn store(pages: usize, algorithm: Algorithm) -> (Arc<Zram>, Worker) {
     let size_bytes = (pages * PAGE_SIZE) as u64;
