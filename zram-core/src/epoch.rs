@@ -231,7 +231,7 @@ mod loom_tests {
     struct Store {
         epochs: Epochs,
         slot: AtomicU64,
-        objects: [UnsafeCell<u64>; 2],
+        objects: [UnsafeCell<u64>; 3],
     }
 
     impl Store {
@@ -240,7 +240,7 @@ mod loom_tests {
             Arc::new(Store {
                 epochs: Epochs::new(3),
                 slot: AtomicU64::new(0),
-                objects: [UnsafeCell::new(10), UnsafeCell::new(0)],
+                objects: [UnsafeCell::new(10), UnsafeCell::new(0), UnsafeCell::new(0)],
             })
         }
 
@@ -322,6 +322,49 @@ mod loom_tests {
                 // The merge is the last write: it must have merged into what was the newest before it.
                 assert_eq!(merged, if first == 7 { 10 } else { last });
             }
+        });
+    }
+
+    #[test]
+    fn a_moved_page_is_always_the_newest() {
+        // The cleaner copies what it found into object 2 and exchanges the word; the writer overwrites twice, the second
+        // time into the object that it got back. Whoever comes last, the slot holds what was written last.
+        loom::model(|| {
+            let store = Store::new();
+            let cleaner = {
+                let store = Arc::clone(&store);
+                thread::spawn(move || {
+                    let mut retired = Retired::default();
+                    let guard = store.epochs.pin(store.epochs.join().unwrap());
+                    let found = store.slot.load(Ordering::Acquire);
+                    // SAFETY: what the guard promises, and loom checks.
+                    let value = store.objects[found as usize].with(|content| unsafe { *content });
+                    store.fill(2, value);
+                    let exchanged = store
+                        .slot
+                        .compare_exchange(found, 2, Ordering::AcqRel, Ordering::Acquire);
+                    drop(guard);
+                    if exchanged.is_ok() {
+                        retired.push(found);
+                        retired.seal(&store.epochs);
+                        retired.reclaim(&store.epochs, |object| store.fill(object, 99));
+                    }
+                })
+            };
+            store.fill(1, 11);
+            let mut retired = Retired::default();
+            retired.push(store.slot.swap(1, Ordering::AcqRel));
+            retired.seal(&store.epochs);
+            let (mut reused, mut last) = (None, 11);
+            retired.reclaim(&store.epochs, |object| reused = Some(object));
+            if let Some(object) = reused {
+                last = 12;
+                store.fill(object, last);
+                let _ = store.slot.swap(object, Ordering::AcqRel);
+            }
+            cleaner.join().unwrap();
+            let reader = store.epochs.join().unwrap();
+            assert_eq!(store.read(reader), last);
         });
     }
 }

@@ -102,6 +102,18 @@ impl Worker {
         }
     }
 
+    /// Replaces the content of a slot with what the codec made of it already: all of a write but the codec, for the bench.
+    #[doc(hidden)]
+    pub fn write_encoded(&mut self, index: SlotIndex, content: &[u8]) -> bool {
+        let replaces = self.zram.table.load(index);
+        let Ok(new) = self.zram.store_content(self.id, content, replaces) else {
+            return false;
+        };
+        let old = self.zram.table.swap(index, new.pack());
+        self.account_and_retire(old, new);
+        true
+    }
+
     /// Replaces whole sectors of a page: `data` goes to sector `first` of the page and those after it. Atomic against all
     /// other workers, for each sector.
     ///

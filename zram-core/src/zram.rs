@@ -329,32 +329,28 @@ impl Zram {
         page: &Page,
         replaces: u64,
     ) -> Result<Slot, Full> {
-        let replaced = slot_granules(Slot::unpack(replaces)).map_or(0, |(_, granules)| granules);
-        let live_granules = &|| self.live_granules();
-        let room = |granules: usize| {
-            let purpose = if replaced >= granules {
-                Purpose::Replace
-            } else {
-                Purpose::Grow
-            };
-            Room {
-                heap: worker,
-                purpose,
-                live_granules,
-            }
-        };
         if let Some(value) = page.same_filled() {
             return match Slot::same_filled(value) {
                 Some(slot) => Ok(slot),
-                None => Ok(Slot::SameFilledObject(self.arena.store_value(&room(1), value)?)),
+                None => {
+                    let live_granules = || self.live_granules();
+                    let room = room(worker, replaces, 1, &live_granules);
+                    Ok(Slot::SameFilledObject(self.arena.store_value(&room, value)?))
+                }
             };
         }
         let compressed = stream.compress(page);
         let gains = object_granules(compressed.len()) < object_granules(PAGE_SIZE);
-        let content = if gains { compressed } else { &page[..] };
-        let handle = self.arena.store(&room(object_granules(content.len())), content)?;
+        self.store_content(worker, if gains { compressed } else { &page[..] }, replaces)
+    }
+
+    /// Stores what a codec made of a page, or the page itself, as `prepare` does.
+    pub(crate) fn store_content(&self, worker: ParticipantId, content: &[u8], replaces: u64) -> Result<Slot, Full> {
+        let granules = object_granules(content.len());
+        let live_granules = || self.live_granules();
+        let room = room(worker, replaces, granules, &live_granules);
         Ok(Slot::Stored {
-            handle,
+            handle: self.arena.store(&room, content)?,
             len: content.len(),
         })
     }
@@ -368,6 +364,20 @@ impl Zram {
             // SAFETY: the caller's promise.
             unsafe { self.arena.free(worker, handle, granules) };
         }
+    }
+}
+
+/// For an object of `granules` in the place of what the word `replaces` points to.
+fn room(worker: ParticipantId, replaces: u64, granules: usize, live_granules: &dyn Fn() -> u64) -> Room<'_> {
+    let replaced = slot_granules(Slot::unpack(replaces)).map_or(0, |(_, granules)| granules);
+    Room {
+        heap: worker,
+        purpose: if replaced >= granules {
+            Purpose::Replace
+        } else {
+            Purpose::Grow
+        },
+        live_granules,
     }
 }
 

@@ -61,9 +61,9 @@ fn content(page: &mut Page, slot: u32, version: u64) {
 
 fn write(worker: &mut Worker, page: &mut Page, slot: u32, version: u64) {
     content(page, slot, version);
-    if (version + u64::from(slot)) % 8 == 0 {
+    if (version + u64::from(slot)).is_multiple_of(8) {
         worker.discard(u64::from(slot)..u64::from(slot) + 1);
-    } else if version % 5 == 0 {
+    } else if version.is_multiple_of(5) {
         let sectors = page[..].to_vec();
         worker.write_sectors(SlotIndex(slot), 0, &sectors).unwrap();
     } else {
@@ -297,7 +297,7 @@ fn victim() {
                     journal.begin(slot, version);
                     write(&mut worker, &mut page, slot, version);
                     journal.done(slot, version);
-                    if n % 16 == 0 {
+                    if n.is_multiple_of(16) {
                         worker.end_batch();
                     }
                 }

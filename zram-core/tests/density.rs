@@ -51,7 +51,7 @@ fn write(worker: &mut Worker, slot: u32, random: &mut Random) {
     let mut page = Page::zeroed();
     fill(&mut page, random);
     worker.write_page(SlotIndex(slot), &page).unwrap();
-    if slot % 16 == 0 {
+    if slot.is_multiple_of(16) {
         worker.end_batch();
     }
 }
