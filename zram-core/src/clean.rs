@@ -42,6 +42,8 @@ pub(crate) struct Goal {
     leaves: u64,
     /// Segments with less to gain are left alone.
     segment_free_min: u64,
+    /// The spare segment may be closed: not while a writer at the limit waits for a place in it.
+    with_spare: bool,
 }
 
 impl Goal {
@@ -50,12 +52,14 @@ impl Goal {
         starts_above: 26,
         leaves: 16,
         segment_free_min: 64,
+        with_spare: true,
     };
     /// On command and at the limit: whatever there is to gain.
     pub(crate) const COMPACT: Goal = Goal {
         starts_above: 0,
         leaves: 0,
         segment_free_min: 16,
+        with_spare: false,
     };
 }
 
@@ -205,7 +209,7 @@ impl Zram {
 
     /// Closes the sparsest segments, as many as the goal asks for and there is room to empty.
     fn choose(&self, goal: Goal) -> Option<Pass> {
-        let mut open = self.arena.survey();
+        let mut open = self.arena.survey(goal.with_spare);
         open.sort_unstable_by_key(|segment| std::cmp::Reverse(segment.free_granules));
         let segment = SEGMENT_GRANULES as u64;
         let total = open.len() as u64 * segment;

@@ -133,12 +133,15 @@ impl Zram {
         }
     }
 
-    /// At the limit, while a writer waits for room: a slice of moving things together, if nobody else is at it.
-    pub(crate) fn clean_for_room(&self) {
-        if let Ok(mut cleaner) = self.cleaner.try_lock() {
-            self.clean(&mut cleaner, Goal::COMPACT);
-            self.reclaim_for(&mut cleaner);
-        }
+    /// At the limit, while a writer waits for room: a slice of moving things together. Whether another slice may bring
+    /// something: not when nothing is worth moving, nor when somebody else is at it.
+    pub(crate) fn clean_for_room(&self) -> bool {
+        let Ok(mut cleaner) = self.cleaner.try_lock() else {
+            return false;
+        };
+        let progress = self.clean(&mut cleaner, Goal::COMPACT);
+        self.reclaim_for(&mut cleaner);
+        progress == Progress::Working
     }
 
     pub(crate) fn lock_cleaner(&self) -> MutexGuard<'_, Cleaner> {

@@ -20,7 +20,7 @@ use crate::codec::Stream;
 use crate::epoch::{ParticipantId, Retired};
 use crate::page::{Page, SECTOR_SIZE, SECTORS_PER_PAGE};
 use crate::pause::{Step, reach};
-use crate::slot::{Slot, SlotIndex};
+use crate::slot::{self, Slot, SlotIndex};
 use crate::stats::{self, Cells};
 use crate::zram::{RETIRED_OPEN_MAX, Zram, is_huge, slot_granules};
 
@@ -29,6 +29,23 @@ use crate::zram::{RETIRED_OPEN_MAX, Zram, is_huge, slot_granules};
 const GRACE_WAIT_MAX: Duration = Duration::from_millis(100);
 /// The part of it that is spent trying: a grace period lasts microseconds unless its reader was preempted.
 const GRACE_SPIN_MAX: Duration = Duration::from_millis(1);
+/// Tries before a write is refused: as it is, after a batch's end, and with the spare segment.
+const TRIES_MIN: u32 = 2;
+
+/// How often and how long a write has tried to get room.
+#[derive(Debug, Default)]
+struct Patience {
+    tries: u32,
+    since: Option<Instant>,
+}
+
+impl Patience {
+    /// The batch was ended, and that did not help.
+    fn is_short(&self) -> bool {
+        self.tries >= TRIES_MIN
+    }
+}
+
 /// Why a page was not written. The slot holds what it held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum WriteError {
@@ -88,16 +105,17 @@ impl Worker {
 
     /// Replaces the content of a slot.
     pub fn write_page(&mut self, index: SlotIndex, page: &Page) -> Result<(), WriteError> {
-        let mut waiting_since = None;
+        let mut patience = Patience::default();
         loop {
             let replaces = self.zram.table.load(index);
-            match self.zram.prepare(self.id, &mut self.stream, page, replaces) {
+            let with_spare = patience.is_short();
+            match self.zram.prepare(self.id, &mut self.stream, page, replaces, with_spare) {
                 Ok(new) => {
                     let old = self.zram.table.swap(index, new.pack());
-                    self.account_and_retire(old, new);
+                    self.published(index, old, new);
                     return Ok(());
                 }
-                Err(full) => self.make_room(&mut waiting_since, full)?,
+                Err(full) => self.make_room(&mut patience, full)?,
             }
         }
     }
@@ -106,11 +124,15 @@ impl Worker {
     #[doc(hidden)]
     pub fn write_encoded(&mut self, index: SlotIndex, content: &[u8]) -> bool {
         let replaces = self.zram.table.load(index);
-        let Ok(new) = self.zram.store_content(self.id, content, replaces) else {
+        let Ok(handle) = self.zram.store(self.id, content, replaces, false) else {
             return false;
         };
+        let new = Slot::Stored {
+            handle,
+            len: content.len(),
+        };
         let old = self.zram.table.swap(index, new.pack());
-        self.account_and_retire(old, new);
+        self.published(index, old, new);
         true
     }
 
@@ -122,7 +144,7 @@ impl Worker {
     pub fn write_sectors(&mut self, index: SlotIndex, first: usize, data: &[u8]) -> Result<(), WriteError> {
         assert!(data.len().is_multiple_of(SECTOR_SIZE) && first <= SECTORS_PER_PAGE);
         let range = first * SECTOR_SIZE..first * SECTOR_SIZE + data.len();
-        let mut waiting_since = None;
+        let mut patience = Patience::default();
         loop {
             let guard = self.zram.epochs.pin(self.id);
             let found = self.zram.table.load(index);
@@ -130,17 +152,20 @@ impl Worker {
                 .decode(self.id, found, &mut self.scratch, &guard)
                 .map_err(|_| WriteError::Corrupt)?;
             self.scratch[range.clone()].copy_from_slice(data);
-            let prepared = self.zram.prepare(self.id, &mut self.stream, &self.scratch, found);
+            let with_spare = patience.is_short();
+            let prepared = self
+                .zram
+                .prepare(self.id, &mut self.stream, &self.scratch, found, with_spare);
             let exchanged = prepared.map(|new| (new, self.zram.table.compare_exchange(index, found, new.pack())));
             drop(guard);
             match exchanged {
                 Ok((new, Ok(()))) => {
-                    self.account_and_retire(found, new);
+                    self.published(index, found, new);
                     return Ok(());
                 }
                 // SAFETY: the new object was never in the table.
                 Ok((new, Err(_))) => unsafe { self.zram.free(self.id, new.pack()) },
-                Err(full) => self.make_room(&mut waiting_since, full)?,
+                Err(full) => self.make_room(&mut patience, full)?,
             }
         }
     }
@@ -153,7 +178,7 @@ impl Worker {
         for index in zram.table.touched_slots(slots) {
             if zram.table.load(index) != Slot::EMPTY {
                 let old = zram.table.swap(index, Slot::EMPTY);
-                self.account_and_retire(old, Slot::Empty);
+                self.published(index, old, Slot::Empty);
             }
         }
     }
@@ -188,8 +213,8 @@ impl Worker {
         &self.zram.cells[self.id].0
     }
 
-    /// After `new` took the place of `old` in a slot.
-    fn account_and_retire(&mut self, old: u64, new: Slot) {
+    /// After `new` took the place of `old` in a slot: counts, and retires what is not needed any more.
+    fn published(&mut self, index: SlotIndex, old: u64, new: Slot) {
         reach(Step::Published);
         let replaced = Slot::unpack(old);
         let cells = self.cells();
@@ -218,33 +243,98 @@ impl Worker {
         if is_huge(new) {
             cells.huge_pages_since.add(1);
         }
-        if slot_granules(replaced).is_some() {
-            cells.retired.add(1);
-            self.retired.push(old);
+        match slot_granules(new) {
+            Some((handle, _)) if self.zram.arena.is_spare(handle) => self.leave_spare(index, old, new),
+            _ => self.retire(old),
+        }
+    }
+
+    fn retire(&mut self, word: u64) {
+        if slot_granules(Slot::unpack(word)).is_some() {
+            self.cells().retired.add(1);
+            self.retired.push(word);
             if self.retired.open() >= RETIRED_OPEN_MAX {
                 self.end_batch();
             }
         }
     }
 
-    /// After the arena was found full: frees what can be freed. An error when another try is of no use: the first is
-    /// always of use, further ones while others use heaps or hold objects that may make room, for `GRACE_WAIT_MAX`.
-    fn make_room(&mut self, waiting_since: &mut Option<Instant>, full: Full) -> Result<(), WriteError> {
-        let others_may = full.busy || stats::gauge(&self.zram.cells, |cells| &cells.retired) != 0;
-        match *waiting_since {
-            None => {
-                *waiting_since = Some(Instant::now());
-                self.end_batch();
-                return Ok(());
+    /// After a write at the limit went to the spare segment: moves it to the place of what it replaced, as soon as nobody
+    /// can read that any more. Where a reader takes its time the cleaner does it later.
+    fn leave_spare(&mut self, index: SlotIndex, old: u64, new: Slot) {
+        let place = slot_granules(Slot::unpack(old));
+        let Some((place, granules)) =
+            place.filter(|&(_, granules)| slot_granules(new).is_some_and(|new| new.1 <= granules))
+        else {
+            self.retire(old); // another worker has replaced what was to be replaced
+            return;
+        };
+        let mut former = Retired::default();
+        former.push(old);
+        self.cells().retired.add(1);
+        former.seal(&self.zram.epochs);
+        let since = Instant::now();
+        let mut is_free = false;
+        loop {
+            former.reclaim(&self.zram.epochs, |_| is_free = true);
+            match since.elapsed() {
+                _ if is_free => break,
+                waited if waited < GRACE_SPIN_MAX => std::thread::yield_now(),
+                waited if waited < GRACE_WAIT_MAX => std::thread::sleep(GRACE_SPIN_MAX),
+                _ => {
+                    self.retired.append(former);
+                    return;
+                }
             }
-            Some(since) if others_may && since.elapsed() < GRACE_SPIN_MAX => std::thread::yield_now(),
-            Some(since) if others_may && since.elapsed() < GRACE_WAIT_MAX => std::thread::sleep(GRACE_SPIN_MAX),
-            Some(_) => {
+        }
+        self.cells().retired.add(-1);
+        let zram = Arc::clone(&self.zram);
+        let guard = zram.epochs.pin(self.id);
+        let word = zram.table.load(index);
+        if word != new.pack() {
+            drop(guard);
+            // SAFETY: it was in a slot, its grace period is over, and nobody else has it.
+            unsafe { zram.arena.free(self.id, place, granules) };
+            return;
+        }
+        let len = match new {
+            Slot::Stored { len, .. } => len,
+            _ => size_of::<u64>(),
+        };
+        let Some((spare, needed)) = slot_granules(new) else {
+            return;
+        };
+        // SAFETY: the word was loaded under the guard.
+        let content = unsafe { zram.arena.content(spare, len, &guard) };
+        // SAFETY: as above; it fits, as was asked before.
+        unsafe { zram.arena.reuse(self.id, place, granules, content) };
+        let exchanged = zram.table.compare_exchange(index, word, slot::moved(word, place));
+        drop(guard);
+        match exchanged {
+            Ok(()) => self.retire(word),
+            // SAFETY: the copy was never in the table.
+            Err(_) => unsafe { zram.arena.free(self.id, place, needed) },
+        }
+        self.end_batch();
+    }
+
+    /// After the arena was found full: frees what can be freed. An error when another try is of no use: the first two are
+    /// always of use, further ones while things can be moved together, or others use heaps or hold objects that may make
+    /// room, for `GRACE_WAIT_MAX`.
+    fn make_room(&mut self, patience: &mut Patience, full: Full) -> Result<(), WriteError> {
+        patience.tries += 1;
+        let since = *patience.since.get_or_insert_with(Instant::now);
+        let others_may = full.busy || stats::gauge(&self.zram.cells, |cells| &cells.retired) != 0;
+        let may_move = || full.is_fragmented && since.elapsed() < GRACE_WAIT_MAX && self.zram.clean_for_room();
+        match since.elapsed() {
+            _ if patience.tries <= TRIES_MIN || may_move() => {}
+            waited if others_may && waited < GRACE_SPIN_MAX => std::thread::yield_now(),
+            waited if others_may && waited < GRACE_WAIT_MAX => std::thread::sleep(GRACE_SPIN_MAX),
+            _ => {
                 self.cells().refused_writes.add(1);
                 return Err(WriteError::LimitReached);
             }
         }
-        self.zram.clean_for_room();
         self.end_batch();
         Ok(())
     }

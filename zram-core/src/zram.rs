@@ -322,37 +322,54 @@ impl Zram {
     }
 
     /// Stores a page's content, or only its word; the result is not in the table yet. `replaces` is what its slot holds.
+    /// `with_spare`: the arena was found full, what replaces as much may go to the spare segment.
     pub(crate) fn prepare(
         &self,
         worker: ParticipantId,
         stream: &mut Stream,
         page: &Page,
         replaces: u64,
+        with_spare: bool,
     ) -> Result<Slot, Full> {
         if let Some(value) = page.same_filled() {
             return match Slot::same_filled(value) {
                 Some(slot) => Ok(slot),
                 None => {
-                    let live_granules = || self.live_granules();
-                    let room = room(worker, replaces, 1, &live_granules);
-                    Ok(Slot::SameFilledObject(self.arena.store_value(&room, value)?))
+                    let handle = self.store(worker, &value.to_ne_bytes(), replaces, with_spare)?;
+                    Ok(Slot::SameFilledObject(handle))
                 }
             };
         }
         let compressed = stream.compress(page);
         let gains = object_granules(compressed.len()) < object_granules(PAGE_SIZE);
-        self.store_content(worker, if gains { compressed } else { &page[..] }, replaces)
-    }
-
-    /// Stores what a codec made of a page, or the page itself, as `prepare` does.
-    pub(crate) fn store_content(&self, worker: ParticipantId, content: &[u8], replaces: u64) -> Result<Slot, Full> {
-        let granules = object_granules(content.len());
-        let live_granules = || self.live_granules();
-        let room = room(worker, replaces, granules, &live_granules);
+        let content = if gains { compressed } else { &page[..] };
         Ok(Slot::Stored {
-            handle: self.arena.store(&room, content)?,
+            handle: self.store(worker, content, replaces, with_spare)?,
             len: content.len(),
         })
+    }
+
+    /// Stores an object that will take the place of what the word `replaces` points to.
+    pub(crate) fn store(
+        &self,
+        worker: ParticipantId,
+        content: &[u8],
+        replaces: u64,
+        with_spare: bool,
+    ) -> Result<Handle, Full> {
+        let granules = object_granules(content.len());
+        let replaced = slot_granules(Slot::unpack(replaces)).map_or(0, |(_, granules)| granules);
+        let room = Room {
+            heap: worker,
+            purpose: match granules {
+                _ if granules <= replaced && with_spare => Purpose::Spare,
+                _ if granules <= replaced => Purpose::Replace,
+                _ if granules <= replaced + (replaced / 16).max(2) => Purpose::Resize,
+                _ => Purpose::Grow,
+            },
+            live_granules: &|| self.live_granules(),
+        };
+        self.arena.store(&room, content)
     }
 
     /// Frees what a word points to. The caller keeps the promise of [`Arena::free`].
@@ -364,20 +381,6 @@ impl Zram {
             // SAFETY: the caller's promise.
             unsafe { self.arena.free(worker, handle, granules) };
         }
-    }
-}
-
-/// For an object of `granules` in the place of what the word `replaces` points to.
-fn room(worker: ParticipantId, replaces: u64, granules: usize, live_granules: &dyn Fn() -> u64) -> Room<'_> {
-    let replaced = slot_granules(Slot::unpack(replaces)).map_or(0, |(_, granules)| granules);
-    Room {
-        heap: worker,
-        purpose: if replaced >= granules {
-            Purpose::Replace
-        } else {
-            Purpose::Grow
-        },
-        live_granules,
     }
 }
 

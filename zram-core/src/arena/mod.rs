@@ -12,7 +12,9 @@
 //!    whoever next holds the heap takes the queue in.
 //! 3. Nothing is taken beyond the limit, see `segments.rs`. And no heap grows while the segments in use are sparse and
 //!    another heap has room: else what one queue filled would stay half empty while others fill segments of their own.
-//! 4. What the memory of a process is lost with it can be had again from the objects' places alone, see `rebuild.rs`.
+//! 4. One heap more is for what has no room anywhere, until the object that it replaces has left its place: an overwrite
+//!    with as much as before never fails for want of a hole that is large enough.
+//! 5. What is lost with a process can be had again from the objects' places alone, see `rebuild.rs`.
 
 mod heap;
 mod rebuild;
@@ -75,6 +77,15 @@ pub(crate) struct Room<'a> {
 pub(crate) struct Full {
     /// A heap that may have room was in use: another try may succeed.
     pub(crate) busy: bool,
+    /// A segment's worth is free, in holes that are too small.
+    pub(crate) is_fragmented: bool,
+}
+
+impl Full {
+    const FOR_GOOD: Full = Full {
+        busy: false,
+        is_fragmented: false,
+    };
 }
 
 /// A segment that the cleaner has closed, or may close.
@@ -92,6 +103,7 @@ pub(crate) struct Arena {
     segments: Segments,
     /// For each segment in use: its heap and its index there.
     homes: Mapping,
+    /// The workers', and one for [`Purpose::Spare`] behind them.
     heaps: Box<[CachePadded<HeapPlace>]>,
     /// Some queue could not be taken in by who filled it, and perhaps nobody else will come by.
     queue_left: AtomicBool,
@@ -136,13 +148,13 @@ impl Arena {
     }
 
     fn on(bytes: Mapping, limit_bytes: Option<u64>, heaps: usize) -> io::Result<Arena> {
-        assert!(heaps <= 1 << (u32::BITS - HOME_LOCAL_BITS));
+        assert!(heaps < 1 << (u32::BITS - HOME_LOCAL_BITS));
         let count = (bytes.len() / SEGMENT_SIZE) as u32;
         Ok(Arena {
             bytes,
             segments: Segments::new(count, limit_bytes.map(whole_segments))?,
             homes: Mapping::anonymous(count as usize * size_of::<u32>())?,
-            heaps: (0..heaps).map(|_| CachePadded(HeapPlace::default())).collect(),
+            heaps: (0..=heaps).map(|_| CachePadded(HeapPlace::default())).collect(),
             queue_left: AtomicBool::new(false),
             fresh_for_moves: AtomicU64::new(0),
         })
@@ -157,17 +169,17 @@ impl Arena {
         let granules = object_granules(content.len());
         let handle = self.allocate(room, granules)?;
         reach(Step::Allocated);
-        let object = self.address(handle, granules * GRANULE_SIZE);
-        // SAFETY: the granules were free and are ours alone until the handle is published; the write stays inside them,
-        // and `content` is a reference, so it does not lie in them.
-        unsafe { object.copy_from_nonoverlapping(NonNull::from(content).cast(), content.len()) };
+        self.fill(handle, content);
         reach(Step::Stored);
         Ok(handle)
     }
 
-    /// Stores a same-filled page's word.
-    pub(crate) fn store_value(&self, room: &Room<'_>, value: u64) -> Result<Handle, Full> {
-        self.store(room, &value.to_ne_bytes())
+    /// Writes an object that nobody can see.
+    fn fill(&self, handle: Handle, content: &[u8]) {
+        let object = self.address(handle, object_granules(content.len()) * GRANULE_SIZE);
+        // SAFETY: the granules were free and are ours alone until the handle is published; the write stays inside them,
+        // and `content` is a reference, so it does not lie in them.
+        unsafe { object.copy_from_nonoverlapping(NonNull::from(content).cast(), content.len()) };
     }
 
     /// The content of an object.
@@ -277,10 +289,10 @@ impl Arena {
     }
 
     /// The segments that are not closed, with what is free in each. A heap is looked at step by step, and left out where it
-    /// is in use: a picture for choosing, not an account.
-    pub(crate) fn survey(&self) -> Vec<Sparse> {
+    /// is in use: a picture for choosing, not an account. `with_spare`: the spare segment, too.
+    pub(crate) fn survey(&self, with_spare: bool) -> Vec<Sparse> {
         let mut found = vec![];
-        for number in 0..self.heaps.len() {
+        for number in 0..self.spare_heap() + usize::from(with_spare) {
             self.survey_heap(number, |segment| {
                 if !segment.is_closed {
                     found.push(Sparse {
@@ -307,9 +319,34 @@ impl Arena {
         Some(heap.reopen(segment.local, segment.number))
     }
 
-    /// The heap that a segment in use belongs to.
+    /// The heap that an object belongs to, or any other when it is the spare one.
     pub(crate) fn heap_of(&self, handle: Handle) -> usize {
-        self.home(segment_of(handle)).0
+        let (heap, _) = self.home(segment_of(handle));
+        if heap == self.spare_heap() { 0 } else { heap }
+    }
+
+    /// Puts `content` where an object of `granules` was, which is not longer there. What is left over is freed.
+    ///
+    /// # Safety
+    /// As for `free`, which this replaces.
+    pub(crate) unsafe fn reuse(&self, heap: usize, handle: Handle, granules: usize, content: &[u8]) {
+        let needed = object_granules(content.len());
+        assert!(needed <= granules, "{needed} granules in the place of {granules}");
+        self.fill(handle, content);
+        if needed < granules {
+            let rest = Handle::from_granule(handle.granule() + needed as u64);
+            // SAFETY: the caller's promise; these granules are not the new object's.
+            unsafe { self.free(heap, rest, granules - needed) };
+        }
+    }
+
+    /// Whether an object lies in the spare segment.
+    pub(crate) fn is_spare(&self, handle: Handle) -> bool {
+        self.home(segment_of(handle)).0 == self.spare_heap()
+    }
+
+    fn spare_heap(&self) -> usize {
+        self.heaps.len() - 1
     }
 
     fn survey_heap(&self, number: usize, mut each: impl FnMut(heap::Survey<'_>)) -> bool {
@@ -331,16 +368,28 @@ impl Arena {
 
     fn allocate(&self, room: &Room<'_>, granules: usize) -> Result<Handle, Full> {
         if allocation_fails() {
-            return Err(Full { busy: false });
+            return Err(Full::FOR_GOOD);
         }
         let in_use = self.segments.in_use();
         let bound = self.segments.grow_bound();
-        // Once overwriting took a segment of the reserve, what is free, in holes anywhere, is what it goes on with; a disk
-        // grows only where much is free, after discards: an eighth, twice of what the ends of segments full of huge pages
-        // are.
-        let grows = room.purpose == Purpose::Grow;
-        if grows && in_use > bound && (room.live_granules)() > bound * SEGMENT_GRANULES as u64 / 8 * 7 {
-            return Err(Full { busy: false });
+        // Once overwriting took a segment of the reserve, what is free, in holes anywhere, is what it goes on with. A disk
+        // grows only where much is free, after discards: an eighth. What gets a little larger may take half of the
+        // reserve and no more, or many such steps would leave nothing for what only changes.
+        let live_max = match room.purpose {
+            Purpose::Grow => bound * SEGMENT_GRANULES as u64 / 8 * 7,
+            Purpose::Resize => self.segments.resize_bound() * SEGMENT_GRANULES as u64,
+            Purpose::Replace | Purpose::Move | Purpose::Spare => u64::MAX,
+        };
+        if live_max != u64::MAX && in_use > bound && (room.live_granules)() > live_max {
+            return Err(Full::FOR_GOOD);
+        }
+        if room.purpose == Purpose::Spare {
+            // When it is full or in use it will not be for long.
+            let spare = self.allocate_spare(room, granules);
+            return spare.ok_or(Full {
+                busy: true,
+                ..Full::FOR_GOOD
+            });
         }
         let own = self.try_heap(room.heap).and_then(|mut heap| {
             reach(Step::HeapLocked);
@@ -360,13 +409,18 @@ impl Arena {
         if let Some(handle) = self.allocate_fresh(room, granules) {
             return Ok(handle);
         }
-        self.allocate_elsewhere(room.heap, granules, &mut busy)
-            .ok_or(Full { busy })
+        self.allocate_elsewhere(room.heap, granules, &mut busy).ok_or_else(|| {
+            let free = self.granules_in_use().saturating_sub((room.live_granules)());
+            Full {
+                busy,
+                is_fragmented: room.purpose != Purpose::Move && free > SEGMENT_GRANULES as u64,
+            }
+        })
     }
 
     /// A place in any heap, `own` last.
     fn allocate_elsewhere(&self, own: usize, granules: usize, busy: &mut bool) -> Option<Handle> {
-        let others = (own + 1..self.heaps.len()).chain(0..=own);
+        let others = (own + 1..self.spare_heap()).chain(0..=own);
         others
             .filter(|&number| self.heaps[number].0.segments.load(Ordering::Relaxed) != 0)
             .find_map(|number| {
@@ -376,12 +430,20 @@ impl Arena {
             })
     }
 
+    fn allocate_spare(&self, room: &Room<'_>, granules: usize) -> Option<Handle> {
+        let place = self.try_heap_again(self.spare_heap())?.allocate(granules);
+        place.map(handle_at).or_else(|| self.allocate_fresh(room, granules))
+    }
+
     /// A place in a segment that was empty, for the first heap to be had.
     fn allocate_fresh(&self, room: &Room<'_>, granules: usize) -> Option<Handle> {
         // The host's memory first, in which the kernel may take its time, and then the heap.
         let populate = |number: u32| self.bytes.populate(number as usize * SEGMENT_SIZE, SEGMENT_SIZE);
         let segment = self.segments.take(room.purpose, populate)?;
-        let numbers = (room.heap..self.heaps.len()).chain(0..room.heap);
+        let numbers = match room.purpose {
+            Purpose::Spare => (self.spare_heap()..self.spare_heap() + 1).chain(0..0),
+            _ => (room.heap..self.spare_heap()).chain(0..room.heap),
+        };
         let found = numbers.map(|number| (number, self.try_heap(number)));
         let Some((number, Some(mut heap))) = found.into_iter().find(|(_, heap)| heap.is_some()) else {
             self.segments.release(segment);
@@ -626,14 +688,30 @@ mod tests {
         while let Ok(handle) = arena.store(&room(0, Purpose::Replace), &[1; 4096]) {
             handles.push(handle);
         }
+        assert_eq!(arena.held_bytes(), 3 * SEGMENT_SIZE as u64);
+        assert!(arena.store(&room(3, Purpose::Replace), &[1; 4096]).is_err());
+        let spare = arena.store(&room(3, Purpose::Spare), &[1; 4096]).unwrap();
+        assert!(arena.is_spare(spare) && !arena.is_spare(handles[0]));
         assert_eq!(arena.held_bytes(), 4 * SEGMENT_SIZE as u64);
-        assert_eq!(
-            arena.store(&room(3, Purpose::Replace), &[1; 4096]),
-            Err(Full { busy: false })
-        );
+        // SAFETY: published nowhere.
+        unsafe { arena.free(3, spare, object_granules(4096)) };
         // SAFETY: published nowhere.
         unsafe { arena.free(2, handles[5], object_granules(4096)) };
         assert_eq!(arena.store(&room(3, Purpose::Grow), &[1; 4096]), Ok(handles[5]));
+    }
+
+    #[test]
+    fn a_place_is_used_again_for_less_and_the_rest_is_free() {
+        let arena = arena(4096, None, 1);
+        let handle = arena.store(&room(0, Purpose::Grow), &[1; 4096]).unwrap();
+        let next = arena.store(&room(0, Purpose::Grow), &[3; 100]).unwrap();
+        // SAFETY: published nowhere.
+        unsafe { arena.reuse(0, handle, object_granules(4096), &[2; 1000]) };
+        assert_eq!(content(&arena, handle, 1000), [2; 1000]);
+        assert_eq!(content(&arena, next, 100), [3; 100]);
+        arena.check_consistency(object_granules(1000) + object_granules(100));
+        let rest = arena.store(&room(0, Purpose::Grow), &[4; 3096]).unwrap();
+        assert_eq!(rest.granule(), handle.granule() + 125);
     }
 
     #[test]

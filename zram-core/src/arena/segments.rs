@@ -10,7 +10,8 @@
 //!
 //! held = in use + dirty. A clean segment is reserved in `held`, within the limit, before its memory is taken from the
 //! host, and leaves `held` after its memory went back: so the limit is never passed. The last segments of the limit, the
-//! reserve, are for overwriting only. A limit that is set lower than what is held takes nothing away: it refuses more.
+//! reserve, are for overwriting only, and the very last one is where an overwrite goes when nothing else has room, until
+//! the object that it replaces has left its place. A limit that is set lower than what is held takes nothing away: it refuses more.
 
 use std::io;
 use std::ops::Range;
@@ -23,6 +24,8 @@ use crate::region::Mapping;
 const DIRTY_SHARE: u64 = 256;
 /// Segments that are given back at a time, as few ranges as they make.
 const GIVE_BACK_BATCH: usize = 64;
+/// Segments of the limit for [`Purpose::Spare`] alone.
+const SPARE: u64 = 1;
 /// No limit.
 const UNLIMITED: u64 = u64::MAX;
 
@@ -33,8 +36,12 @@ pub(crate) enum Purpose {
     Grow,
     /// It replaces an object at least as large, which is freed soon.
     Replace,
+    /// It replaces an object that is hardly smaller: of the same class of size, in zram's words.
+    Resize,
     /// It is moved so that its segment gets empty.
     Move,
+    /// It replaces an object at least as large, and will be moved to that one's place.
+    Spare,
 }
 
 #[derive(Debug)]
@@ -101,7 +108,8 @@ impl Segments {
     pub(super) fn take(&self, purpose: Purpose, populate: impl FnOnce(u32) -> io::Result<()>) -> Option<u32> {
         let bound = match purpose {
             Purpose::Grow => self.grow_bound(),
-            Purpose::Replace | Purpose::Move => self.limit(),
+            Purpose::Replace | Purpose::Resize | Purpose::Move => self.replace_bound(),
+            Purpose::Spare => self.limit(),
         };
         reserve(&self.in_use, bound)?;
         let number = self.dirty.pop(&self.links).or_else(|| self.take_clean(populate));
@@ -157,15 +165,24 @@ impl Segments {
 
     /// Segments that may be in use for a disk to grow.
     pub(super) fn grow_bound(&self) -> u64 {
-        let limit = self.limit.load(Ordering::Relaxed);
-        if limit == UNLIMITED {
-            return u64::from(self.count);
-        }
         // A thirty-second of the limit stays, so that a batch of overwrites fits while its old objects wait for their
         // grace period.
-        limit
-            .min(u64::from(self.count))
-            .saturating_sub((limit / 32).clamp(1, 32))
+        match self.limit.load(Ordering::Relaxed) {
+            UNLIMITED => u64::from(self.count),
+            limit => self.limit().saturating_sub((limit / 32).clamp(SPARE + 1, 32)),
+        }
+    }
+
+    fn replace_bound(&self) -> u64 {
+        match self.limit.load(Ordering::Relaxed) {
+            UNLIMITED => u64::from(self.count),
+            _ => self.limit().saturating_sub(SPARE),
+        }
+    }
+
+    /// Segments' worth of objects up to which objects may get a little larger: half of the reserve stays for the others.
+    pub(super) fn resize_bound(&self) -> u64 {
+        self.replace_bound().midpoint(self.grow_bound())
     }
 
     pub(super) fn in_use(&self) -> u64 {
@@ -230,10 +247,14 @@ mod tests {
     fn the_limit_holds_and_its_reserve_is_for_overwriting() {
         let segments = Segments::new(100, Some(4)).unwrap();
         let grown: Vec<_> = std::iter::from_fn(|| take(&segments, Purpose::Grow)).collect();
-        assert_eq!(grown, [0, 1, 2]);
-        assert_eq!(take(&segments, Purpose::Replace), Some(3));
+        assert_eq!(grown, [0, 1]);
+        assert_eq!(take(&segments, Purpose::Replace), Some(2));
         assert_eq!(take(&segments, Purpose::Replace), None);
+        assert_eq!(take(&segments, Purpose::Move), None);
+        assert_eq!(take(&segments, Purpose::Spare), Some(3));
+        assert_eq!(take(&segments, Purpose::Spare), None);
         assert_eq!(segments.held(), 4);
+        segments.release(3);
         segments.release(1);
         assert_eq!(take(&segments, Purpose::Grow), None, "the reserve is in use");
         assert_eq!(take(&segments, Purpose::Replace), Some(1));
@@ -250,7 +271,7 @@ mod tests {
 
     #[test]
     fn surplus_goes_back_in_runs_and_comes_again() {
-        let segments = Segments::new(100, Some(10)).unwrap();
+        let segments = Segments::new(100, Some(11)).unwrap();
         let taken: Vec<_> = (0..9).map(|_| take(&segments, Purpose::Grow).unwrap()).collect();
         taken
             .iter()
@@ -293,14 +314,14 @@ mod tests {
     fn a_limit_set_lower_refuses_more_and_set_higher_gives_it() {
         let segments = Segments::new(100, Some(8)).unwrap();
         let taken: Vec<_> = std::iter::from_fn(|| take(&segments, Purpose::Replace)).collect();
-        assert_eq!(taken.len(), 8);
+        assert_eq!(taken.len(), 7);
         segments.set_limit(Some(4));
-        assert_eq!(take(&segments, Purpose::Replace), None);
+        assert_eq!(take(&segments, Purpose::Spare), None);
         taken[..2].iter().for_each(|&number| segments.release(number));
-        assert_eq!(take(&segments, Purpose::Replace), None, "6 are in use");
+        assert_eq!(take(&segments, Purpose::Spare), None, "5 are in use");
         assert_eq!(segments.surplus(), 2, "nothing stays dirty above the limit");
         segments.set_limit(None);
-        assert_eq!(std::iter::from_fn(|| take(&segments, Purpose::Grow)).count(), 94);
+        assert_eq!(std::iter::from_fn(|| take(&segments, Purpose::Grow)).count(), 95);
     }
 
     #[test]
