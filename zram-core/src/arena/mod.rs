@@ -675,7 +675,11 @@ mod tests {
             0,
             "it waits in the queue"
         );
+        // Who has the heap saw no queue when it took it, and perhaps nobody comes by after it.
         drop(held);
+        assert!(arena.has_upkeep());
+        arena.take_queues_in();
+        assert_eq!(arena.heaps[0].0.queue.load(Ordering::Relaxed), 0);
         // SAFETY: as above.
         unsafe { arena.free(0, other, object_granules(100)) };
         arena.check_consistency(0);
