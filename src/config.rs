@@ -2,6 +2,7 @@
 //! the daemon gets is in range. Nothing here opens or creates anything; the only look at the host is for a group's number.
 
 use std::ffi::{OsStr, OsString};
+use std::num::NonZero;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
@@ -11,7 +12,7 @@ use clap::{ArgGroup, Parser};
 use nix::unistd::Group;
 use rustix::fs::Gid;
 use tracing_subscriber::filter::LevelFilter;
-use zram_core::{Algorithm, DISK_BYTES_MAX, MEM_LIMIT_MIN, PAGE_SIZE};
+use zram_core::{Algorithm, DISK_BYTES_MAX, DecompressionContexts, MEM_LIMIT_MIN, PAGE_SIZE, WORKERS_MAX};
 use zram_vhost::{QUEUE_SIZE_DEFAULT, QUEUE_SIZE_MAX, QUEUES_MAX, Serial};
 
 use crate::size;
@@ -34,8 +35,10 @@ pub struct Config {
     pub size_bytes: u64,
     /// Host memory for the data. Bytes, 256 KiB to 16 TiB; `None` is no limit.
     pub mem_limit_bytes: Option<u64>,
-    /// The codec.
+    /// The codec. Its dictionary is not read yet.
     pub algorithm: Algorithm,
+    /// Pages that can be decoded at a time by a codec that needs a context for it, 1..=128.
+    pub decompression_contexts: NonZero<usize>,
     /// The most queues offered, 1..=64.
     pub num_queues: u16,
     /// The most entries of a queue, a power of two, 2..=32768.
@@ -134,11 +137,22 @@ struct Arguments {
     #[arg(long, value_name = "SIZE", allow_negative_numbers = true, value_parser = mem_limit)]
     mem_limit: Option<u64>,
 
-    /// Compression: lz4, zstd, or zstd(level=N) with N from -5 to 22
+    /// Compression: lz4, lz4hc, zstd or deflate, with parameters as in zstd(level=3,dict=PATH)
     ///
-    /// lz4 is the fastest; zstd stores about half as much and takes two to three times as long.
+    /// lz4 is the fastest; zstd stores about half as much and takes two to three times as long. lz4hc reads as fast as lz4
+    /// and stores a fifth less, but writes three to eight times slower; deflate is slower than zstd in all. level: lz4 1 to
+    /// 65537 (higher is faster), lz4hc 1 to 12, zstd -5 to 22, deflate -1 to 9. winbits of deflate: -15 to -9, or 9 to 15
+    /// with zlib's checksum. dict names a file of bytes that pages have in common, up to 64 KiB, of zstd 1 MiB; deflate
+    /// takes none.
     #[arg(long, value_name = "NAME", default_value = "lz4", value_parser = algorithm)]
     algorithm: Algorithm,
+
+    /// Pages that zstd or deflate can decode at a time, 1 to 128 [default: one more than cores or queues]
+    ///
+    /// Each takes 97 KiB with zstd and 12 KiB with deflate. The queues share them; contexts_waited of the control socket counts how
+    /// often all were in use, and should stay 0. The default is the lesser of cores and queues, and one.
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = decompression_contexts)]
+    decompression_contexts: Option<NonZero<usize>>,
 
     /// The most virtqueues offered, 1 to 64
     ///
@@ -240,6 +254,9 @@ impl Config {
             size_bytes: arguments.size.next_multiple_of(PAGE_SIZE as u64),
             mem_limit_bytes: arguments.mem_limit,
             algorithm: arguments.algorithm,
+            decompression_contexts: arguments
+                .decompression_contexts
+                .unwrap_or_else(|| DecompressionContexts::count_for(arguments.num_queues.into())),
             num_queues: arguments.num_queues,
             queue_size_max: arguments.queue_size_max,
             read_only: arguments.read_only,
@@ -313,6 +330,13 @@ fn in_range(value: u64, min: u64, max: u64, range: &str) -> Result<u64, String> 
 fn algorithm(text: &str) -> Result<Algorithm, String> {
     text.parse()
         .map_err(|error: zram_core::ParseAlgorithmError| error.to_string())
+}
+
+fn decompression_contexts(text: &str) -> Result<NonZero<usize>, String> {
+    text.parse()
+        .ok()
+        .filter(|count: &NonZero<usize>| count.get() <= WORKERS_MAX)
+        .ok_or_else(|| format!("allowed is 1 to {WORKERS_MAX}"))
 }
 
 fn queue_size(text: &str) -> Result<u16, String> {

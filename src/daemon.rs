@@ -18,7 +18,7 @@ use sd_notify::NotifyState;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGXFSZ};
 use signal_hook::{flag, low_level};
 use tracing::info;
-use zram_core::{CreateError, Options, Zram};
+use zram_core::{Codecs, CreateError, DecompressionContexts, LoadError, Options, Zram};
 use zram_vhost::{Device, DeviceConfig, Endpoint};
 
 use crate::config::{Config, EndpointConfig, Permissions, default_name};
@@ -92,6 +92,8 @@ impl Daemon {
         host::raise_descriptor_limit();
         host::raise_file_size_limit();
 
+        let codecs = codecs(config)?;
+
         let Frontdoor {
             endpoint,
             path,
@@ -112,7 +114,7 @@ impl Daemon {
             name: name.clone(),
             size_bytes: config.size_bytes,
             mem_limit_bytes: config.mem_limit_bytes,
-            algorithm: config.algorithm,
+            codecs,
         })
         .map_err(|error| Failure::new(told(&error)))?;
         let device = Device::start(zram.clone(), endpoint, device_config(config, &name)?)
@@ -273,6 +275,19 @@ impl Frontdoor {
 }
 
 /// The store's errors with what lies beneath them, which says more.
+/// The algorithm with its dictionary read, and contexts to decode with. Fails before anything can be seen of the daemon.
+fn codecs(config: &Config) -> Result<Arc<Codecs>, Failure> {
+    let failed = |error: LoadError| match &error {
+        LoadError::Read(_, cause) => Failure::new(format!("--algorithm: {error}: {cause}")),
+        error => Failure::new(format!("--algorithm: {error}")),
+    };
+    let algorithm = config.algorithm.load().map_err(failed)?;
+    let contexts = DecompressionContexts::new(config.decompression_contexts);
+    Codecs::new(algorithm, Default::default(), contexts)
+        .map(Arc::new)
+        .map_err(Failure::new)
+}
+
 fn told(error: &CreateError) -> String {
     match error {
         CreateError::Map(cause) if cause.raw_os_error() == Some(Errno::FBIG.raw_os_error()) => {

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use tempfile::tempdir;
 use vhost_user_zram::control;
 use vhost_user_zram::disk::Disk;
-use zram_core::{Algorithm, Options, Page, SlotIndex, Zram};
+use zram_core::{Algorithm, Codecs, Options, Page, SlotIndex, Zram};
 
 use crate::program::{Daemon, PATIENCE, control as control_path, only_line, text, vzramctl, wait_for};
 
@@ -308,7 +308,7 @@ fn filled_disk(directory: &Path) -> Arc<Disk> {
         name: "filled".into(),
         size_bytes: 64 << 20,
         mem_limit_bytes: Some(1 << 20),
-        algorithm: Algorithm::Lz4,
+        codecs: Codecs::alone(&Algorithm::default()).unwrap(),
     })
     .unwrap();
     let mut worker = zram.worker().unwrap();

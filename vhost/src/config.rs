@@ -127,7 +127,7 @@ fn check(config: &DeviceConfig) -> io::Result<()> {
 
 #[cfg(test)]
 pub(crate) mod tests {
-    use zram_core::{Algorithm, Options};
+    use zram_core::{Algorithm, Codecs, Options};
 
     use super::*;
 
@@ -148,7 +148,7 @@ pub(crate) mod tests {
             name: "test".to_string(),
             size_bytes,
             mem_limit_bytes,
-            algorithm: Algorithm::Lz4,
+            codecs: Codecs::alone(&Algorithm::default()).unwrap(),
         };
         Zram::create(&options).unwrap()
     }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
-use zram_core::{Algorithm, Options, Zram};
+use zram_core::{Algorithm, Codecs, Options, Zram};
 
 use crate::config::{DeviceConfig, Disk};
 use crate::counters::{LogLimit, QueueCounters, RequestCounts};
@@ -60,7 +60,7 @@ fn shared(options: u8) -> Shared {
         name: "fuzz".to_string(),
         size_bytes: DISK_BYTES,
         mem_limit_bytes: None,
-        algorithm: Algorithm::Lz4,
+        codecs: Codecs::alone(&Algorithm::default()).expect("memory for lz4"),
     });
     let config = DeviceConfig {
         name: "fuzz".to_string(),

@@ -12,7 +12,7 @@ use std::hint::black_box;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use zram_core::{Algorithm, Options, PAGE_SIZE, Page, SlotIndex, Worker, Zram};
+use zram_core::{Algorithm, Codecs, Options, PAGE_SIZE, Page, SlotIndex, Worker, Zram};
 
 fn main() {
     let (mut algorithm, mut rounds, mut files) = ("lz4".to_owned(), 5, vec![]);
@@ -26,13 +26,14 @@ fn main() {
         }
     }
     let algorithm: Algorithm = algorithm.parse().unwrap();
+    let codecs = Codecs::alone(&algorithm).unwrap();
     println!("us a page, medians of {rounds} rounds, {algorithm}, pages without the same-filled ones");
     println!(
         "{:<18} {:>7} {:>8} {:>8} {:>8} {:>8}",
         "corpus", "pages", "encode", "write", "decode", "read"
     );
     if files.is_empty() {
-        bench("made here", made_pages(), algorithm, rounds);
+        bench("made here", made_pages(), &codecs, rounds);
     }
     for file in files {
         let bytes = std::fs::read(&file).unwrap();
@@ -40,7 +41,7 @@ fn main() {
         bench(
             name,
             bytes.as_chunks::<PAGE_SIZE>().0.iter().map(to_page).collect(),
-            algorithm,
+            &codecs,
             rounds,
         );
     }
@@ -83,27 +84,29 @@ fn made_pages() -> Vec<Box<Page>> {
         .collect()
 }
 
-fn bench(name: &str, all: Vec<Box<Page>>, algorithm: Algorithm, rounds: usize) {
+fn bench(name: &str, all: Vec<Box<Page>>, codecs: &Arc<Codecs>, rounds: usize) {
     let pages: Vec<_> = all
         .iter()
         .filter(|page| page.same_filled().is_none())
         .cloned()
         .collect();
-    let mut codec = zram_core::bench::Codec::new(algorithm);
+    let mut stream = codecs.stream().unwrap();
     let mut encoded = vec![];
     let mut buffer = Page::zeroed();
     let [mut encode, mut write, mut decode, mut read] = [const { vec![] }; 4];
     for _ in 0..rounds {
         encoded.clear();
         encode.push(time(&pages, |_, page| {
-            black_box(codec.compress(page).len());
+            black_box(stream.compress(page).len());
         }));
         pages
             .iter()
-            .for_each(|page| encoded.push(codec.compress(page).to_vec()));
-        let (zram, mut worker) = store(pages.len(), algorithm);
+            .for_each(|page| encoded.push(stream.compress(page).to_vec()));
+        let (zram, mut worker) = store(pages.len(), codecs);
         write.push(time(&pages, |n, page| write_page(&mut worker, n, page)));
-        decode.push(time(&encoded, |_, content| codec.decompress(content, &mut buffer)));
+        decode.push(time(&encoded, |_, content| {
+            codecs.decompress(0, 0, content, &mut buffer).unwrap()
+        }));
         read.push(time(&pages, |n, _| {
             worker.read_page(SlotIndex(n as u32), &mut buffer).unwrap()
         }));
@@ -115,7 +118,7 @@ fn bench(name: &str, all: Vec<Box<Page>>, algorithm: Algorithm, rounds: usize) {
         pages.len()
     );
 
-    let (zram, mut worker) = store(all.len(), algorithm);
+    let (zram, mut worker) = store(all.len(), codecs);
     let upkeep = zram.spawn_upkeep("zram-upkeep").unwrap();
     (0..all.len()).for_each(|n| write_page(&mut worker, n, &all[n]));
     worker.end_batch();
@@ -155,13 +158,13 @@ fn bench(name: &str, all: Vec<Box<Page>>, algorithm: Algorithm, rounds: usize) {
 /// How long the store's thread may take to do what there is to do.
 const SETTLE: Duration = Duration::from_secs(1);
 
-fn store(pages: usize, algorithm: Algorithm) -> (Arc<Zram>, Worker) {
+fn store(pages: usize, codecs: &Arc<Codecs>) -> (Arc<Zram>, Worker) {
     let size_bytes = (pages * PAGE_SIZE) as u64;
     let zram = Zram::create(&Options {
         name: "bench".into(),
         size_bytes,
         mem_limit_bytes: None,
-        algorithm,
+        codecs: codecs.clone(),
     })
     .unwrap();
     let worker = zram.worker().unwrap();

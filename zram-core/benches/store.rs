@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use zram_core::{AdoptOptions, Algorithm, Options, PAGE_SIZE, Page, SlotIndex, Zram};
+use zram_core::{AdoptOptions, Algorithm, Codecs, Options, PAGE_SIZE, Page, SlotIndex, Zram};
 
 const ROUNDS: usize = 5;
 const BATCH: usize = 16;
@@ -71,7 +71,7 @@ fn create(slots: usize, mem_limit_bytes: Option<u64>) -> Arc<Zram> {
         name: "bench".into(),
         size_bytes: (slots * PAGE_SIZE) as u64,
         mem_limit_bytes,
-        algorithm: Algorithm::Lz4,
+        codecs: Codecs::alone(&Algorithm::default()).unwrap(),
     })
     .unwrap()
 }
@@ -82,7 +82,8 @@ fn median(mut values: Vec<f64>) -> f64 {
 }
 
 fn heap_work(pages: &[Box<Page>]) {
-    let mut codec = zram_core::bench::Codec::new(Algorithm::Lz4);
+    let codecs = Codecs::alone(&Algorithm::default()).unwrap();
+    let mut codec = codecs.stream().unwrap();
     let encode: Vec<f64> = (0..ROUNDS)
         .map(|_| {
             let start = Instant::now();

@@ -13,7 +13,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use crate::arena::{Arena, Layout, LayoutError};
-use crate::codec::ParseAlgorithmError;
+use crate::codec::{Codecs, DecompressionContexts, LoadCodecsError};
 use crate::head::{Head, HeadError, Part};
 use crate::page::PAGE_SIZE;
 use crate::region::Mapping;
@@ -35,6 +35,8 @@ pub struct Memory {
 pub struct AdoptOptions {
     /// As in [`crate::Options`]. It may be lower than what is held.
     pub mem_limit_bytes: Option<u64>,
+    /// The daemon's.
+    pub contexts: Arc<DecompressionContexts>,
 }
 
 /// Why memory files cannot be taken over. They are as they were.
@@ -52,9 +54,9 @@ pub enum AdoptError {
     /// The head has a size that no disk has.
     #[error("a disk of {0} bytes, a table of {1} and an arena of {2} do not fit each other")]
     Size(u64, u64, u64),
-    /// The head names a codec or a parameter that this program does not have.
-    #[error("the pages' codec is not to be had: {0}")]
-    Algorithm(#[from] ParseAlgorithmError),
+    /// The head names a codec, a parameter or a dictionary that cannot be had.
+    #[error("what the pages were compressed with is not to be had: {0}")]
+    Codecs(#[from] LoadCodecsError),
     /// The limit is too low to store anything.
     #[error(transparent)]
     MemLimit(#[from] MemLimitError),
@@ -67,9 +69,6 @@ pub enum AdoptError {
     /// The files cannot be read or mapped.
     #[error("cannot map the memory files")]
     Map(#[from] io::Error),
-    /// The host does not give the memory for decompression contexts.
-    #[error("no memory for decompression contexts")]
-    Contexts,
 }
 
 impl Zram {
@@ -99,12 +98,12 @@ impl Zram {
             let sizes = [head.disk_bytes, head.content_bytes, arena_head.content_bytes];
             return Err(AdoptError::Size(sizes[0], sizes[1], sizes[2]));
         }
-        let algorithm = head.algorithm.parse()?;
+        let codecs = Codecs::load(&head.algorithms, options.contexts.clone())?;
         let limit = options.mem_limit_bytes;
         let table = Table::adopt(memory.table, pages)?;
         let arena = Arena::adopt(memory.arena, arena_head.content_bytes, limit, PARTICIPANTS_MAX)?;
         let contents = rebuild(&table, &arena)?;
-        let zram = Zram::on(table, arena, algorithm, limit).ok_or(AdoptError::Contexts)?;
+        let zram = Zram::on(table, arena, codecs, limit);
         zram.begin_with(&contents);
         Ok(Arc::new(zram))
     }

@@ -6,7 +6,7 @@
 //!   8  version, u32             40  bytes behind this head, u64
 //!  12  CRC-32 of the page       48  bytes of a segment, u32
 //!      with this field as 0     52  bytes of a granule, u32
-//!  16  id of the store, u128    56  length of the text behind it, u32; the algorithm as text
+//!  16  id of the store, u128    56  length of the text behind it, u32; the algorithms as text
 //! ```
 //!
 //! It is written once, before anything else of the file, and does not change. Table and arena of one store have the same
@@ -19,7 +19,7 @@ const VERSION: u32 = 1;
 const CRC_AT: usize = 12;
 const TEXT_LEN_AT: usize = 56;
 const TEXT_AT: usize = 60;
-/// Bytes that the algorithm's text may take.
+/// Bytes that the algorithms' text may take.
 pub(crate) const TEXT_MAX: usize = OS_PAGE_SIZE - TEXT_AT;
 
 /// Which of the two files it stands in front of.
@@ -44,7 +44,7 @@ pub(crate) struct Head {
     pub(crate) disk_bytes: u64,
     /// Bytes behind the head.
     pub(crate) content_bytes: u64,
-    pub(crate) algorithm: String,
+    pub(crate) algorithms: String,
 }
 
 /// Why a head cannot be used.
@@ -74,8 +74,8 @@ pub enum HeadError {
 
 impl Head {
     pub(crate) fn encode(&self, part: Part) -> [u8; OS_PAGE_SIZE] {
-        let text = self.algorithm.as_bytes();
-        assert!(text.len() <= TEXT_MAX, "an algorithm of {} bytes", text.len());
+        let text = self.algorithms.as_bytes();
+        assert!(text.len() <= TEXT_MAX, "algorithms of {} bytes", text.len());
         let mut page = [0; OS_PAGE_SIZE];
         let mut put = |at: usize, bytes: &[u8]| page[at..at + bytes.len()].copy_from_slice(bytes);
         put(0, &part.magic());
@@ -116,7 +116,7 @@ impl Head {
             id: u128::from_le_bytes(array_at(page, 16)),
             disk_bytes: u64::from_le_bytes(array_at(page, 32)),
             content_bytes: u64::from_le_bytes(array_at(page, 40)),
-            algorithm: String::from_utf8(text.to_vec()).map_err(|_| HeadError::Damaged)?,
+            algorithms: String::from_utf8(text.to_vec()).map_err(|_| HeadError::Damaged)?,
         })
     }
 }
@@ -138,7 +138,7 @@ mod tests {
             id: 0x0123_4567_89ab_cdef_0011_2233_4455_6677,
             disk_bytes: 1 << 40,
             content_bytes: 1 << 31,
-            algorithm: "zstd(level=3)".into(),
+            algorithms: "zstd(level=3)".into(),
         }
     }
 
@@ -148,7 +148,7 @@ mod tests {
             assert_eq!(Head::decode(part, &head().encode(part)), Ok(head()));
         }
         let longest = Head {
-            algorithm: "a".repeat(TEXT_MAX),
+            algorithms: "a".repeat(TEXT_MAX),
             ..head()
         };
         assert_eq!(

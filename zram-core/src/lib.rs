@@ -12,7 +12,8 @@
 //! | `stats` | zram's counters with zram's meanings |
 //! | `page`, `region`, `sync` | beneath them all: 4 KiB, mappings, primitives |
 //!
-//! `unsafe` lives in `region` and `arena`; `zram`, `worker` and `clean` keep their three promises (a word was loaded under its guard; it is
+//! `unsafe` lives in `region`, `arena` and the files of `codec` that call C; `zram`, `worker` and `clean` keep the three
+//! promises of the first two (a word was loaded under its guard; it is
 //! freed after its grace period; once).
 
 #[cfg(not(loom))]
@@ -27,6 +28,10 @@ mod stack;
 
 #[cfg_attr(loom, expect(dead_code, reason = "the models use only the protocol"))]
 mod epoch;
+#[cfg(loom)]
+#[cfg_attr(loom, expect(dead_code, reason = "the models use only the protocol"))]
+#[path = "codec/pool.rs"]
+mod pool;
 mod sync;
 
 #[cfg(not(loom))]
@@ -61,7 +66,11 @@ pub use arena::{ArenaReport, HeapReport, HoleClass, LIVE_SHARES, SEGMENT_SIZE};
 #[cfg(not(loom))]
 pub use clean::Compacted;
 #[cfg(not(loom))]
-pub use codec::{Algorithm, ContextUses, ParseAlgorithmError};
+pub use codec::{
+    Algorithm, Codecs, ContextUses, DICTIONARY_BYTES_MAX, DICTIONARY_BYTES_MIN, Damaged, DecompressionContexts,
+    DictionaryGain, LoadCodecsError, LoadError, NoMemory, PRIORITIES, ParseAlgorithmError, PreparedAlgorithm, Stream,
+    TrainError, dictionary_gain, train,
+};
 #[cfg(not(loom))]
 pub use head::HeadError;
 #[cfg(not(loom))]
@@ -76,34 +85,3 @@ pub use upkeep::{Upkeep, UpkeepThread};
 pub use worker::{ReadError, Worker, WriteError};
 #[cfg(not(loom))]
 pub use zram::{CreateError, DISK_BYTES_MAX, MEM_LIMIT_MIN, MemLimitError, Options, WORKERS_MAX, WorkerError, Zram};
-
-/// The codecs alone, for the bench that sets the store beside them.
-#[cfg(not(loom))]
-#[doc(hidden)]
-pub mod bench {
-    use crate::codec::{Algorithm, Decompressors, Stream};
-    use crate::page::Page;
-
-    /// A compression stream and a decompression context.
-    pub struct Codec(Stream, Decompressors);
-
-    impl Codec {
-        /// # Panics
-        /// If there is no memory for the contexts.
-        pub fn new(algorithm: Algorithm) -> Codec {
-            let stream = Stream::new(algorithm).expect("memory for a context");
-            Codec(stream, Decompressors::new(algorithm, 1).expect("memory for a context"))
-        }
-
-        /// What the codec makes of a page.
-        pub fn compress(&mut self, page: &Page) -> &[u8] {
-            self.0.compress(page)
-        }
-
-        /// # Panics
-        /// If `content` was not made by [`Codec::compress`].
-        pub fn decompress(&self, content: &[u8], page: &mut Page) {
-            self.1.decompress(0, content, page).expect("content is a page");
-        }
-    }
-}

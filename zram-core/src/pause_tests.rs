@@ -21,7 +21,7 @@ fn create(mem_limit_bytes: Option<u64>) -> Arc<Zram> {
         name: "pause".into(),
         size_bytes: u64::from(SLOTS) * PAGE_SIZE as u64,
         mem_limit_bytes,
-        algorithm: "lz4".parse().unwrap(),
+        codecs: crate::Codecs::alone(&"lz4".parse().unwrap()).unwrap(),
     };
     Zram::create(&options).unwrap()
 }

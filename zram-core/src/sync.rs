@@ -5,8 +5,13 @@
 
 #[cfg(loom)]
 pub(crate) use loom::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
+#[cfg(loom)]
+pub(crate) use loom::sync::{Condvar, Mutex, MutexGuard};
 #[cfg(not(loom))]
 pub(crate) use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
+#[cfg(not(loom))]
+pub(crate) use std::sync::{Condvar, Mutex, MutexGuard};
+pub(crate) use std::sync::{PoisonError, TryLockError};
 
 /// A value alone on its cache lines, so that two workers' counters do not share one. 128 bytes: the adjacent-line
 /// prefetcher of x86 fetches lines in pairs.

@@ -4,7 +4,6 @@
 //! what is done beside requests, and another process can take over what one left (`adopt.rs`).
 
 use std::io;
-use std::num::NonZero;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -12,7 +11,7 @@ use rustix::rand::{GetRandomFlags, getrandom};
 
 use crate::arena::{Arena, ArenaReport, Full, Purpose, Room, SEGMENT_SIZE, object_granules};
 use crate::clean::Cleaner;
-use crate::codec::{Algorithm, Decompressors, Stream};
+use crate::codec::{Algorithm, Codecs, Stream};
 use crate::epoch::{Epochs, Guard, ParticipantId, Retired};
 use crate::head::{Head, Part};
 use crate::page::{PAGE_SIZE, Page};
@@ -45,7 +44,7 @@ pub struct Options {
     /// The most host memory that pages may hold, in bytes: at least [`MEM_LIMIT_MIN`], used in whole segments.
     pub mem_limit_bytes: Option<u64>,
     /// How pages are compressed.
-    pub algorithm: Algorithm,
+    pub codecs: Arc<Codecs>,
 }
 
 /// Why a disk cannot be made.
@@ -60,9 +59,6 @@ pub enum CreateError {
     /// The host does not give the address space or the memory files.
     #[error("cannot map the disk")]
     Map(#[source] io::Error),
-    /// The host does not give the memory for decompression contexts.
-    #[error("no memory for decompression contexts")]
-    Contexts,
 }
 
 /// A memory limit that leaves no room to store anything.
@@ -84,13 +80,12 @@ pub enum WorkerError {
 /// One disk's content. Shared by its workers, which do all reading and writing.
 pub struct Zram {
     size_bytes: u64,
-    algorithm: Algorithm,
+    pub(crate) codecs: Arc<Codecs>,
     /// Bytes, 0 when there is none.
     mem_limit: AtomicU64,
     pub(crate) table: Table,
     pub(crate) arena: Arena,
     pub(crate) epochs: Epochs,
-    decompressors: Decompressors,
     /// One for each participant.
     pub(crate) cells: Box<[CachePadded<Cells>]>,
     io: IoCounters,
@@ -106,7 +101,7 @@ impl std::fmt::Debug for Zram {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Zram")
             .field("size_bytes", &self.size_bytes)
-            .field("algorithm", &self.algorithm)
+            .field("codecs", &self.codecs)
             .finish_non_exhaustive()
     }
 }
@@ -127,7 +122,7 @@ impl Zram {
             id: u128::from_ne_bytes(id),
             disk_bytes: size,
             content_bytes: pages * size_of::<u64>() as u64,
-            algorithm: options.algorithm.to_string(),
+            algorithms: options.codecs.to_string(),
         };
         let arena_head = Head {
             content_bytes: space,
@@ -143,31 +138,26 @@ impl Zram {
             PARTICIPANTS_MAX,
         )
         .map_err(CreateError::Map)?;
-        let zram = Zram::on(table, arena, options.algorithm, limit).ok_or(CreateError::Contexts)?;
-        Ok(Arc::new(zram))
+        Ok(Arc::new(Zram::on(table, arena, options.codecs.clone(), limit)))
     }
 
-    /// `None`: no memory for decompression contexts.
-    pub(crate) fn on(table: Table, arena: Arena, algorithm: Algorithm, mem_limit: Option<u64>) -> Option<Zram> {
-        let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
+    pub(crate) fn on(table: Table, arena: Arena, codecs: Arc<Codecs>, mem_limit: Option<u64>) -> Zram {
         let epochs = Epochs::new(PARTICIPANTS_MAX);
         let cleaner = Cleaner::new(epochs.join().expect("nobody else has joined"));
-        Some(Zram {
+        Zram {
             size_bytes: table.slots() * PAGE_SIZE as u64,
-            algorithm,
+            codecs,
             mem_limit: AtomicU64::new(mem_limit.unwrap_or(0)),
             table,
             arena,
             epochs,
-            // One for each page that can be decoded at a time, and one for a worker that was preempted while decoding.
-            decompressors: Decompressors::new(algorithm, cores + 1)?,
             cells: (0..PARTICIPANTS_MAX).map(|_| CachePadded::default()).collect(),
             io: IoCounters::default(),
             orphans: Mutex::default(),
             has_orphans: AtomicBool::new(false),
             cleaner: Mutex::new(cleaner),
             sleeper: Sleeper::default(),
-        })
+        }
     }
 
     /// Bytes of the disk.
@@ -176,8 +166,9 @@ impl Zram {
     }
 
     /// How pages are compressed.
-    pub fn algorithm(&self) -> Algorithm {
-        self.algorithm
+    pub fn algorithm(&self) -> &Algorithm {
+        let primary = self.codecs.algorithm(0);
+        primary.expect("priority 0 is always there").algorithm()
     }
 
     /// The most host memory that pages may hold, in bytes.
@@ -220,7 +211,7 @@ impl Zram {
 
     /// A worker: who reads and writes. Takes the memory of a compression context.
     pub fn worker(self: &Arc<Self>) -> Result<Worker, WorkerError> {
-        let stream = Stream::new(self.algorithm).ok_or(WorkerError::Context)?;
+        let stream = self.codecs.stream().map_err(|_| WorkerError::Context)?;
         let id = self.epochs.join().ok_or(WorkerError::TooMany)?;
         Ok(Worker::new(Arc::clone(self), id, stream))
     }
@@ -232,7 +223,7 @@ impl Zram {
             mem_used_max: self.arena.held_bytes_max(),
             mem_limit: self.mem_limit_bytes().unwrap_or(0),
             table_bytes: self.table.touched_bytes(),
-            contexts: self.decompressors.uses(),
+            contexts: self.codecs.contexts().uses(),
             ..Stats::default()
         };
         stats::add_up(&self.cells, &mut stats);
@@ -312,8 +303,8 @@ impl Zram {
                 if len == PAGE_SIZE {
                     page.copy_from_slice(content);
                 } else {
-                    self.decompressors
-                        .decompress(reader, content, page)
+                    self.codecs
+                        .decompress(0, reader, content, page)
                         .map_err(|_| ReadError::Corrupt)?;
                 }
             }

@@ -11,7 +11,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use zram_core::{
-    AdoptError, AdoptOptions, Memory, Options, PAGE_SIZE, Page, SEGMENT_SIZE, SlotIndex, Stats, Upkeep, Worker, Zram,
+    AdoptError, AdoptOptions, Codecs, Memory, Options, PAGE_SIZE, Page, SEGMENT_SIZE, SlotIndex, Stats, Upkeep, Worker,
+    Zram,
 };
 
 const SLOTS: u32 = 3000;
@@ -25,7 +26,7 @@ fn create() -> Arc<Zram> {
         name: "adopt".into(),
         size_bytes: u64::from(SLOTS) * PAGE_SIZE as u64,
         mem_limit_bytes: None,
-        algorithm: "lz4".parse().unwrap(),
+        codecs: Codecs::alone(&"lz4".parse().unwrap()).unwrap(),
     };
     Zram::create(&options).unwrap()
 }

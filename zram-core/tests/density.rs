@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use zram_core::{
-    ArenaReport, MEM_LIMIT_MIN, MemLimitError, Options, PAGE_SIZE, Page, SEGMENT_SIZE, SlotIndex, Upkeep, Worker,
-    WriteError, Zram,
+    ArenaReport, Codecs, MEM_LIMIT_MIN, MemLimitError, Options, PAGE_SIZE, Page, SEGMENT_SIZE, SlotIndex, Upkeep,
+    Worker, WriteError, Zram,
 };
 
 const SLOTS: u32 = 16_384;
@@ -21,7 +21,7 @@ fn create_named(name: &str, mem_limit_bytes: Option<u64>) -> Arc<Zram> {
         name: name.into(),
         size_bytes: u64::from(SLOTS) * PAGE_SIZE as u64,
         mem_limit_bytes,
-        algorithm: "lz4".parse().unwrap(),
+        codecs: Codecs::alone(&"lz4".parse().unwrap()).unwrap(),
     };
     Zram::create(&options).unwrap()
 }

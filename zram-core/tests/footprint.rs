@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use zram_core::{Options, PAGE_SIZE, Page, SlotIndex, Upkeep, Zram};
+use zram_core::{Codecs, Options, PAGE_SIZE, Page, SlotIndex, Upkeep, Zram};
 
 const MIB: u64 = 1 << 20;
 
@@ -13,7 +13,7 @@ fn create(size_bytes: u64) -> Arc<Zram> {
         name: "footprint".into(),
         size_bytes,
         mem_limit_bytes: None,
-        algorithm: "lz4".parse().unwrap(),
+        codecs: Codecs::alone(&"lz4".parse().unwrap()).unwrap(),
     };
     Zram::create(&options).unwrap()
 }

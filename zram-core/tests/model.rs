@@ -9,7 +9,8 @@ use std::io::Write;
 use std::sync::{Arc, Barrier};
 
 use zram_core::{
-    MEM_LIMIT_MIN, Options, PAGE_SIZE, Page, SECTOR_SIZE, SECTORS_PER_PAGE, SlotIndex, Upkeep, Worker, WriteError, Zram,
+    Codecs, MEM_LIMIT_MIN, Options, PAGE_SIZE, Page, SECTOR_SIZE, SECTORS_PER_PAGE, SlotIndex, Upkeep, Worker,
+    WriteError, Zram,
 };
 
 /// xorshift64*: small, and the same everywhere.
@@ -75,12 +76,12 @@ fn fill_page(random: &mut Random, page: &mut Page) {
 
 fn create(pages: u64, mem_limit_bytes: Option<u64>, algorithm: &str) -> Arc<Zram> {
     let size_bytes = pages * PAGE_SIZE as u64;
-    let algorithm = algorithm.parse().unwrap();
+    let codecs = Codecs::alone(&algorithm.parse().unwrap()).unwrap();
     Zram::create(&Options {
         name: "model".into(),
         size_bytes,
         mem_limit_bytes,
-        algorithm,
+        codecs,
     })
     .unwrap()
 }

@@ -18,7 +18,7 @@ use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
 use virtio_queue::desc::split::Descriptor;
 use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryMmap};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
-use zram_core::{Algorithm, Options, Zram};
+use zram_core::{Algorithm, Codecs, Options, Zram};
 use zram_vhost::{Device, DeviceConfig, Endpoint};
 
 pub const IN: u32 = 0;
@@ -70,7 +70,7 @@ impl Rig {
             name: "story".to_string(),
             size_bytes,
             mem_limit_bytes: None,
-            algorithm: Algorithm::Lz4,
+            codecs: Codecs::alone(&Algorithm::default()).unwrap(),
         };
         let zram = Zram::create(&options).unwrap();
         let mut config = DeviceConfig {
