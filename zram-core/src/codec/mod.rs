@@ -20,6 +20,8 @@ mod dictionary;
 mod liblz4;
 mod lz4;
 mod lz4hc;
+#[cfg(test)]
+mod oracle;
 mod pool;
 mod prepared;
 #[cfg(test)]
