@@ -102,7 +102,7 @@ impl Zram {
         let limit = options.mem_limit_bytes;
         let table = Table::adopt(memory.table, pages)?;
         let arena = Arena::adopt(memory.arena, arena_head.content_bytes, limit, PARTICIPANTS_MAX)?;
-        let contents = rebuild(&table, &arena)?;
+        let contents = rebuild(&table, &arena, &codecs)?;
         let zram = Zram::on(table, arena, codecs, limit);
         zram.begin_with(&contents);
         Ok(Arc::new(zram))
@@ -124,7 +124,7 @@ impl Zram {
 }
 
 /// Walks through the table: checks each word, adds up what it says, and makes the arena's heaps.
-fn rebuild(table: &Table, arena: &Arena) -> Result<Contents, AdoptError> {
+fn rebuild(table: &Table, arena: &Arena, codecs: &Codecs) -> Result<Contents, AdoptError> {
     let mut layout = Layout::default();
     let mut contents = Contents::default();
     for (SlotIndex(index), word) in table.walk(0..table.slots()) {
@@ -132,6 +132,11 @@ fn rebuild(table: &Table, arena: &Arena) -> Result<Contents, AdoptError> {
             return Err(AdoptError::Slot(index, word));
         }
         let slot = Slot::unpack(word);
+        if let Slot::Stored { priority, .. } = slot
+            && codecs.algorithm(priority.into()).is_none()
+        {
+            return Err(AdoptError::Slot(index, word));
+        }
         contents.add(slot);
         if let Some((handle, _)) = slot_granules(slot) {
             if !arena.has_segment_of(handle) {

@@ -185,16 +185,7 @@ impl Zram {
 
     /// Frees what the cleaner retired, as far as readers let it.
     pub(crate) fn reclaim_for(&self, cleaner: &mut Cleaner) {
-        cleaner.retired.seal(&self.epochs);
-        let mut freed = 0;
-        cleaner.retired.reclaim(&self.epochs, |word| {
-            // SAFETY: retired words were taken out of their slots, and reclaim gives each once, after its grace period.
-            unsafe { self.free(cleaner.id, word) };
-            freed += 1;
-        });
-        if freed != 0 {
-            self.cells[cleaner.id].0.retired.add(-freed);
-        }
+        self.reclaim(cleaner.id, &mut cleaner.retired);
     }
 
     fn is_worth_a_pass(&self, cleaner: &Cleaner, goal: Goal) -> bool {

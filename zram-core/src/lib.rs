@@ -4,6 +4,8 @@
 //! | --- | --- |
 //! | `zram`, `worker` | a disk: read, write, discard; a failed write leaves the old content; nobody waits for a holder |
 //! | `clean`, `upkeep` | what is done beside requests: moving objects together, giving memory back; never in the way |
+//! | `recompress` | what was stored quickly is stored again with less; the old object serves until the new one is there |
+//! | `idle` | when a page was last used: to ten seconds at first, to a day in the end |
 //! | `adopt`, `head` | another process takes over what one left, with all that was published |
 //! | `slot`, `table` | what a page is, in one word; a slot changes by one atomic step |
 //! | `epoch` | what a reader found in a slot stays readable until it is done |
@@ -36,14 +38,20 @@ mod sync;
 
 #[cfg(not(loom))]
 mod codec;
+#[cfg(all(test, not(loom)))]
+mod flag_tests;
 #[cfg(not(loom))]
 mod head;
+#[cfg(not(loom))]
+mod idle;
 #[cfg(not(loom))]
 mod page;
 #[cfg(not(loom))]
 mod pause;
 #[cfg(all(test, not(loom)))]
 mod pause_tests;
+#[cfg(not(loom))]
+mod recompress;
 #[cfg(not(loom))]
 mod region;
 #[cfg(not(loom))]
@@ -74,7 +82,11 @@ pub use codec::{
 #[cfg(not(loom))]
 pub use head::HeadError;
 #[cfg(not(loom))]
+pub use idle::IdleMark;
+#[cfg(not(loom))]
 pub use page::{PAGE_SIZE, Page, SECTOR_SIZE, SECTORS_PER_PAGE};
+#[cfg(not(loom))]
+pub use recompress::{RecompressError, RecompressOptions, RecompressType, Recompressed};
 #[cfg(not(loom))]
 pub use slot::SlotIndex;
 #[cfg(not(loom))]

@@ -33,6 +33,10 @@ pub(crate) enum Step {
     Copied,
     /// The cleaner has exchanged the word.
     Moved,
+    /// Recompression is pinned and has the word of a page that it will try.
+    RecompressLoaded,
+    /// It has stored what an algorithm made; the slot still has the old object.
+    Recompressed,
 }
 
 #[cfg(not(test))]

@@ -10,18 +10,28 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use crate::pause::{Step, fail_allocation, stop_at};
-use crate::{MEM_LIMIT_MIN, Options, PAGE_SIZE, Page, SlotIndex, Upkeep, Zram};
+use crate::{
+    Algorithm, Codecs, DecompressionContexts, IdleMark, MEM_LIMIT_MIN, Options, PAGE_SIZE, Page, RecompressError,
+    RecompressOptions, SlotIndex, Upkeep, Zram,
+};
 
 /// Long enough for the busiest machine; passes only when somebody waits for the held thread.
 const DEADLINE: Duration = Duration::from_secs(60);
 const SLOTS: u32 = 2049;
+
+/// lz4, and zstd for recompression.
+fn two_algorithms() -> Arc<Codecs> {
+    let load = |text: &str| text.parse::<Algorithm>().unwrap().load().unwrap();
+    let contexts = DecompressionContexts::new(DecompressionContexts::count_for(8));
+    Arc::new(Codecs::new(load("lz4"), [Some(load("zstd")), None, None], contexts).unwrap())
+}
 
 fn create(mem_limit_bytes: Option<u64>) -> Arc<Zram> {
     let options = Options {
         name: "pause".into(),
         size_bytes: u64::from(SLOTS) * PAGE_SIZE as u64,
         mem_limit_bytes,
-        codecs: crate::Codecs::alone(&"lz4".parse().unwrap()).unwrap(),
+        codecs: two_algorithms(),
     };
     Zram::create(&options).unwrap()
 }
@@ -106,6 +116,7 @@ fn nobody_waits_at(step: Step, prepare: impl FnOnce(&Arc<Zram>), held: impl FnOn
                 do_everything(&zram, 200 + other);
                 zram.stats();
                 zram.arena_report();
+                zram.mark_idle(IdleMark::All);
                 zram.upkeep();
                 done.send(()).unwrap();
             })
@@ -225,6 +236,55 @@ fn nobody_waits_for_the_cleaner() {
             zram.compact();
         });
     }
+}
+
+#[test]
+fn nobody_waits_for_recompression() {
+    for step in [
+        Step::RecompressLoaded,
+        Step::HeapLocked,
+        Step::Allocated,
+        Step::Stored,
+        Step::Recompressed,
+        Step::Sealed,
+        Step::Freeing,
+    ] {
+        let prepare = |zram: &Arc<Zram>| write_all(zram, 0..SLOTS, 1);
+        nobody_waits_at(step, prepare, |zram| {
+            zram.recompress(&RecompressOptions::default()).unwrap();
+        });
+    }
+}
+
+#[test]
+fn a_second_run_of_recompression_is_refused_and_writes_win_over_the_first() {
+    let zram = create(None);
+    write_all(&zram, 0..SLOTS, 1);
+    let (arm, stop) = stop_at(Step::Recompressed);
+    let first = {
+        let zram = Arc::clone(&zram);
+        std::thread::spawn(move || {
+            arm.set();
+            zram.recompress(&RecompressOptions::default())
+        })
+    };
+    stop.reached.recv_timeout(DEADLINE).unwrap();
+    assert_eq!(
+        zram.recompress(&RecompressOptions::default()),
+        Err(RecompressError::Busy)
+    );
+    write_all(&zram, 0..SLOTS, 7);
+    drop(stop.go_on);
+    first.join().unwrap().unwrap();
+    let (mut worker, mut page, mut expected) = (zram.worker().unwrap(), Page::zeroed(), Page::zeroed());
+    for slot in 0..SLOTS {
+        worker.read_page(SlotIndex(slot), &mut page).unwrap();
+        fill(&mut expected, slot, 7);
+        assert!(page[..] == expected[..], "slot {slot}");
+    }
+    while zram.upkeep() == Upkeep::Soon {}
+    zram.check_consistency();
+    assert!(zram.recompress(&RecompressOptions::default()).is_ok());
 }
 
 /// A writer that comes between the cleaner's copy and its exchange wins.

@@ -4,11 +4,11 @@
 //!  63  60 59 58 57                      22 21      10 9  8  7 6      0
 //! +------+-----+--------------------------+----------+----+---+-------+
 //! |  0   |  0  |                            0                         |  empty
-//! |  0   |  1  | granule of the object    | length-1 |  reserved (*)  |  stored
+//! |  0   |  1  | granule of the object    | length-1 |   flags (*)    |  stored
 //! |  0   |  2  | granule of the value     |            0              |  same-filled, the value is an object
 //! | != 0 |              value XOR 0xb << 60                           |  same-filled, the value is here
 //! +------+------------------------------------------------------------+
-//! (*) 9..8 priority, 7 incompressible, 6..0 age, all 0 today
+//! (*) 9..8 priority, 7 incompressible, 6 idle, 5..0 age (`idle.rs`)
 //! ```
 //!
 //! A word that only says "same-filled" would leave no room for the value. But a stored slot needs 60 bits, so only one
@@ -79,7 +79,57 @@ pub(crate) enum Slot {
         handle: Handle,
         /// Bytes of content.
         len: usize,
+        /// Which of the disk's algorithms made it, 0 to 3. Of no meaning when it is the page itself.
+        priority: u8,
     },
+}
+
+/// Classes of age.
+pub(crate) const AGE_CLASSES: usize = 1 << AGE_BITS;
+const AGE_BITS: u32 = 6;
+const AGE_MASK: u64 = (1 << AGE_BITS) - 1;
+const IDLE: u64 = 1 << 6;
+const INCOMPRESSIBLE: u64 = 1 << 7;
+const PRIORITY_SHIFT: u32 = 8;
+const PRIORITY_MASK: u64 = 3;
+/// What a read or a write sets to 0.
+const USE_FLAGS: u64 = AGE_MASK | IDLE;
+
+fn is_stored(word: u64) -> bool {
+    word >> KIND_SHIFT == KIND_STORED
+}
+
+/// The class of age of a stored page; other slots have none.
+pub(crate) fn age(word: u64) -> Option<u8> {
+    is_stored(word).then_some((word & AGE_MASK) as u8)
+}
+
+/// A stored page's word with another class of age.
+pub(crate) fn with_age(word: u64, class: u8) -> u64 {
+    word & !AGE_MASK | u64::from(class)
+}
+
+/// A stored page's word with the mark, or without.
+pub(crate) fn with_idle(word: u64, is_idle: bool) -> u64 {
+    if is_idle { word | IDLE } else { word & !IDLE }
+}
+
+pub(crate) fn is_idle(word: u64) -> bool {
+    is_stored(word) && word & IDLE != 0
+}
+
+/// A slot's word after its page was used: young and not idle.
+pub(crate) fn used(word: u64) -> u64 {
+    if is_stored(word) { word & !USE_FLAGS } else { word }
+}
+
+/// A stored page's word that says that no algorithm gains anything.
+pub(crate) fn incompressible(word: u64) -> u64 {
+    word | INCOMPRESSIBLE
+}
+
+pub(crate) fn is_incompressible(word: u64) -> bool {
+    is_stored(word) && word & INCOMPRESSIBLE != 0
 }
 
 /// A slot's word that says the same of an object at another place.
@@ -105,9 +155,14 @@ impl Slot {
                 word
             }
             Slot::SameFilledObject(handle) => KIND_VALUE_OBJECT << KIND_SHIFT | handle.0 << GRANULE_SHIFT,
-            Slot::Stored { handle, len } => {
+            Slot::Stored { handle, len, priority } => {
                 assert!((1..=PAGE_SIZE).contains(&len), "length {len} does not fit a slot");
-                KIND_STORED << KIND_SHIFT | handle.0 << GRANULE_SHIFT | ((len - 1) as u64) << LENGTH_SHIFT
+                assert!(
+                    u64::from(priority) <= PRIORITY_MASK,
+                    "priority {priority} does not fit a slot"
+                );
+                let (len, priority) = ((len - 1) as u64, u64::from(priority));
+                KIND_STORED << KIND_SHIFT | handle.0 << GRANULE_SHIFT | len << LENGTH_SHIFT | priority << PRIORITY_SHIFT
             }
         }
     }
@@ -131,6 +186,7 @@ impl Slot {
             KIND_STORED => Slot::Stored {
                 handle,
                 len: (word >> LENGTH_SHIFT & LENGTH_MASK) as usize + 1,
+                priority: (word >> PRIORITY_SHIFT & PRIORITY_MASK) as u8,
             },
             KIND_VALUE_OBJECT => Slot::SameFilledObject(handle),
             _ => {
@@ -157,8 +213,10 @@ mod tests {
         for granule in [0, 1, GRANULES_MAX - 1] {
             let handle = Handle::from_granule(granule);
             for len in [1, 2, PAGE_SIZE - 1, PAGE_SIZE] {
-                let slot = Slot::Stored { handle, len };
-                assert_eq!(Slot::unpack(slot.pack()), slot);
+                for priority in 0..4 {
+                    let slot = Slot::Stored { handle, len, priority };
+                    assert_eq!(Slot::unpack(slot.pack()), slot);
+                }
             }
             let slot = Slot::SameFilledObject(handle);
             assert_eq!(Slot::unpack(slot.pack()), slot);
@@ -169,13 +227,36 @@ mod tests {
     fn a_moved_object_changes_its_place_and_nothing_else() {
         let (from, to) = (Handle::from_granule(GRANULES_MAX - 1), Handle::from_granule(12_345));
         for len in [1, 777, PAGE_SIZE] {
-            let word = Slot::Stored { handle: from, len }.pack() | 0x3ff; // all reserved bits
+            let stored = |handle| Slot::Stored {
+                handle,
+                len,
+                priority: 3,
+            };
+            let word = stored(from).pack() | 0x3ff; // all flags
             let new = moved(word, to);
-            assert_eq!(Slot::unpack(new), Slot::Stored { handle: to, len });
+            assert_eq!(Slot::unpack(new), stored(to));
             assert_eq!(moved(new, from), word);
         }
         let value = Slot::SameFilledObject(from).pack();
         assert_eq!(Slot::unpack(moved(value, to)), Slot::SameFilledObject(to));
+    }
+
+    #[test]
+    fn flags_are_apart_from_each_other_and_from_the_object() {
+        let slot = Slot::Stored {
+            handle: Handle::from_granule(77),
+            len: 1234,
+            priority: 2,
+        };
+        let word = incompressible(with_idle(with_age(slot.pack(), 63), true));
+        assert_eq!(Slot::unpack(word), slot);
+        assert!(is_idle(word) && is_incompressible(word) && age(word) == Some(63));
+        assert_eq!(used(word), incompressible(slot.pack()));
+        assert_eq!(with_idle(with_age(word, 0), false), used(word));
+        for other in [Slot::EMPTY, Slot::SameFilled(u64::MAX).pack()] {
+            assert_eq!((age(other), used(other)), (None, other));
+            assert!(!is_idle(other) && !is_incompressible(other));
+        }
     }
 
     #[test]

@@ -2,6 +2,8 @@
 //!
 //! 1. A slot changes by one swap or one compare-exchange of its word, and in no other way.
 //! 2. Both release what the writer did before (the object's bytes) and acquire what the slot's last writer did.
+//!    Flags of the same object change relaxed: that is a read-modify-write, so who loads the result still acquires what
+//!    the writer before it released.
 //! 3. A load acquires, so that a reader who finds a handle also finds the bytes behind it.
 //! 4. A table page, 512 slots, that was never written is not even read: reading would make the host allocate it. One
 //!    bit for each says that it was touched; it is set before the first slot of the page changes.
@@ -97,6 +99,14 @@ impl Table {
             Ok(_) => Ok(()),
             Err(found) => Err(found),
         }
+    }
+
+    /// Puts `new`, which says the same of the same object and differs in its flags only, if the slot still holds `current`.
+    /// So there is nothing to retire, and nothing that it orders.
+    pub(crate) fn change_flags(&self, index: SlotIndex, current: u64, new: u64) -> bool {
+        let word = self.word(index);
+        word.compare_exchange(current, new, Ordering::Relaxed, Ordering::Relaxed)
+            .is_ok()
     }
 
     /// The slots of `range` that may hold something: those on touched table pages.

@@ -1,7 +1,9 @@
 //! What is done beside requests: freeing what workers left, giving empty segments back to the host, cleaning.
 //!
+//! And the pages' ages are moved on.
+//!
 //! One thread a store does it, in slices, and sleeps most of the time: after each slice of cleaning three times as long,
-//! a tenth of a second when there is nothing to do now, and without an end when nothing changes either. A worker whose
+//! a tenth of a second when there is nothing to do now, and without an end when nothing is used either. A worker whose
 //! batch freed something wakes it from that last sleep and from no other, so a busy data path makes no call for it.
 
 use std::io;
@@ -118,17 +120,28 @@ impl Zram {
     fn keep_up(&self, stop: &AtomicBool) {
         let (mut changes, mut quiet_rounds) = (0, 0);
         while !stop.load(Ordering::Relaxed) {
-            match self.upkeep() {
+            let round = self.upkeep();
+            if self.is_tick_due() {
+                self.tick();
+            }
+            match round {
                 Upkeep::Soon => std::thread::park_timeout(PAUSE),
                 Upkeep::Later if quiet_rounds < QUIET_ROUNDS || self.has_orphans() || self.arena.has_upkeep() => {
                     std::thread::park_timeout(PERIOD);
                 }
-                Upkeep::Later => self
-                    .sleeper
-                    .sleep(|| self.changes() != changes || stop.load(Ordering::Relaxed)),
+                Upkeep::Later => {
+                    // From here on every page's age is known without a walk, until one is used.
+                    self.tick();
+                    let is_over = || self.changes() != changes || self.was_used() || stop.load(Ordering::Relaxed);
+                    self.sleeper.sleep(is_over);
+                }
             }
             let now = self.changes();
-            quiet_rounds = if now == changes { quiet_rounds + 1 } else { 0 };
+            quiet_rounds = if now == changes && !self.was_used() {
+                quiet_rounds + 1
+            } else {
+                0
+            };
             changes = now;
         }
     }

@@ -22,7 +22,7 @@ use crate::page::{Page, SECTOR_SIZE, SECTORS_PER_PAGE};
 use crate::pause::{Step, reach};
 use crate::slot::{self, Slot, SlotIndex};
 use crate::stats::{self, Cells};
-use crate::zram::{RETIRED_OPEN_MAX, Zram, is_huge, slot_granules};
+use crate::zram::{Contents, RETIRED_OPEN_MAX, Zram, is_huge, slot_granules};
 
 /// How long a write at the limit waits for others to leave what it could use: an object that a reader still holds, a
 /// heap in use. Long enough for a preempted holder to run again on a busy host; an error would cost the guest more.
@@ -100,7 +100,13 @@ impl Worker {
         let guard = self.zram.epochs.pin(self.id);
         let word = self.zram.table.load(index);
         reach(Step::ReadPinned);
-        self.zram.decode(self.id, word, page, &guard)
+        let read = self.zram.decode(self.id, word, page, &guard);
+        drop(guard);
+        let used = slot::used(word);
+        if used != word && self.zram.table.change_flags(index, word, used) {
+            self.zram.note_use();
+        }
+        read
     }
 
     /// Replaces the content of a slot.
@@ -130,6 +136,7 @@ impl Worker {
         let new = Slot::Stored {
             handle,
             len: content.len(),
+            priority: 0,
         };
         let old = self.zram.table.swap(index, new.pack());
         self.published(index, old, new);
@@ -189,18 +196,7 @@ impl Worker {
         if retired.is_empty() {
             return;
         }
-        retired.seal(&zram.epochs);
-        reach(Step::Sealed);
-        let mut freed = 0;
-        retired.reclaim(&zram.epochs, |word| {
-            // SAFETY: we took retired words out of their slots, and reclaim gives each once, after its grace period.
-            unsafe { zram.free(*id, word) };
-            freed += 1;
-        });
-        if freed != 0 {
-            zram.cells[*id].0.retired.add(-freed);
-        }
-        zram.sleeper.wake();
+        zram.reclaim(*id, retired);
     }
 
     /// Whether objects wait for their grace period, which is over in microseconds as a rule: then call
@@ -216,32 +212,9 @@ impl Worker {
     /// After `new` took the place of `old` in a slot: counts, and retires what is not needed any more.
     fn published(&mut self, index: SlotIndex, old: u64, new: Slot) {
         reach(Step::Published);
-        let replaced = Slot::unpack(old);
-        let cells = self.cells();
-        cells.changes.add(1);
-        let change = |gauge: &stats::Gauge, measure: fn(Slot) -> i64| {
-            let by = measure(new) - measure(replaced);
-            if by != 0 {
-                gauge.add(by);
-            }
-        };
-        change(&cells.pages_stored, |slot| i64::from(slot != Slot::Empty));
-        change(&cells.same_pages, |slot| {
-            i64::from(matches!(slot, Slot::SameFilled(_) | Slot::SameFilledObject(_)))
-        });
-        change(&cells.huge_pages, |slot| i64::from(is_huge(slot)));
-        change(&cells.granules, |slot| {
-            slot_granules(slot).map_or(0, |(_, granules)| granules as i64)
-        });
-        change(&cells.compr_data_size, |slot| {
-            if let Slot::Stored { len, .. } = slot {
-                len as i64
-            } else {
-                0
-            }
-        });
+        account(self.cells(), Slot::unpack(old), new);
         if is_huge(new) {
-            cells.huge_pages_since.add(1);
+            self.cells().huge_pages_since.add(1);
         }
         match slot_granules(new) {
             Some((handle, _)) if self.zram.arena.is_spare(handle) => self.leave_spare(index, old, new),
@@ -291,7 +264,7 @@ impl Worker {
         let zram = Arc::clone(&self.zram);
         let guard = zram.epochs.pin(self.id);
         let word = zram.table.load(index);
-        if word != new.pack() {
+        if slot::used(word) != new.pack() {
             drop(guard);
             // SAFETY: it was in a slot, its grace period is over, and nobody else has it.
             unsafe { zram.arena.free(self.id, place, granules) };
@@ -338,6 +311,23 @@ impl Worker {
         self.end_batch();
         Ok(())
     }
+}
+
+/// Counts that `new` took the place of `old` in a slot, in the cells of who did it.
+pub(crate) fn account(cells: &Cells, old: Slot, new: Slot) {
+    cells.changes.add(1);
+    let (before, after) = (Contents::of(old), Contents::of(new));
+    let change = |gauge: &stats::Gauge, of: fn(&Contents) -> u64| {
+        let by = of(&after) as i64 - of(&before) as i64;
+        if by != 0 {
+            gauge.add(by);
+        }
+    };
+    change(&cells.pages_stored, |contents| contents.pages);
+    change(&cells.same_pages, |contents| contents.same_pages);
+    change(&cells.huge_pages, |contents| contents.huge_pages);
+    change(&cells.granules, |contents| contents.granules);
+    change(&cells.compr_data_size, |contents| contents.bytes);
 }
 
 impl Drop for Worker {

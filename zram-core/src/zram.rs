@@ -6,6 +6,7 @@
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use rustix::rand::{GetRandomFlags, getrandom};
 
@@ -14,7 +15,9 @@ use crate::clean::Cleaner;
 use crate::codec::{Algorithm, Codecs, Stream};
 use crate::epoch::{Epochs, Guard, ParticipantId, Retired};
 use crate::head::{Head, Part};
+use crate::idle::{self, IdleMark};
 use crate::page::{PAGE_SIZE, Page};
+use crate::pause::{Step, reach};
 use crate::slot::{Handle, Slot};
 use crate::stats::{self, Cells, IoCounters, Stats};
 use crate::sync::CachePadded;
@@ -95,6 +98,13 @@ pub struct Zram {
     /// Whoever cleans has it. No request ever waits for it.
     pub(crate) cleaner: Mutex<Cleaner>,
     pub(crate) sleeper: Sleeper,
+    /// Held by a run of recompression.
+    pub(crate) recompressing: Mutex<()>,
+    created: Instant,
+    /// The last walk that moved the pages' ages on, since `created`.
+    ticked: Mutex<Duration>,
+    /// An aged page was read since that walk.
+    was_used: AtomicBool,
 }
 
 impl std::fmt::Debug for Zram {
@@ -157,6 +167,10 @@ impl Zram {
             has_orphans: AtomicBool::new(false),
             cleaner: Mutex::new(cleaner),
             sleeper: Sleeper::default(),
+            recompressing: Mutex::new(()),
+            created: Instant::now(),
+            ticked: Mutex::default(),
+            was_used: AtomicBool::new(false),
         }
     }
 
@@ -207,6 +221,38 @@ impl Zram {
     /// microseconds a thousand segments.
     pub fn arena_report(&self) -> ArenaReport {
         self.arena.report()
+    }
+
+    /// Marks pages as idle, as writing to zram's `idle` does: the next read or write of a page takes the mark away. How many
+    /// pages have it now. One walk through the slot table.
+    pub fn mark_idle(&self, mark: IdleMark) -> u64 {
+        self.tick();
+        idle::mark(&self.table, mark)
+    }
+
+    /// Moves the pages' ages on to now.
+    pub(crate) fn tick(&self) {
+        let mut ticked = self.ticked.lock().unwrap_or_else(PoisonError::into_inner);
+        // Before the walk: what is used while it goes on counts as used after it.
+        self.was_used.store(false, Ordering::Relaxed);
+        let now = self.created.elapsed();
+        idle::tick(&self.table, *ticked, now);
+        *ticked = now;
+    }
+
+    pub(crate) fn is_tick_due(&self) -> bool {
+        let ticked = self.ticked.lock().unwrap_or_else(PoisonError::into_inner);
+        self.created.elapsed() - *ticked >= idle::TICK
+    }
+
+    /// An aged page was read: ages have to be moved on again.
+    pub(crate) fn note_use(&self) {
+        self.was_used.store(true, Ordering::Relaxed);
+        self.sleeper.wake();
+    }
+
+    pub(crate) fn was_used(&self) -> bool {
+        self.was_used.load(Ordering::Relaxed)
     }
 
     /// A worker: who reads and writes. Takes the memory of a compression context.
@@ -297,14 +343,14 @@ impl Zram {
             Slot::SameFilled(value) => page.fill_with_word(value),
             // SAFETY: the word was loaded under the guard.
             Slot::SameFilledObject(handle) => page.fill_with_word(unsafe { self.arena.value(handle, guard) }),
-            Slot::Stored { handle, len } => {
+            Slot::Stored { handle, len, priority } => {
                 // SAFETY: the word was loaded under the guard.
                 let content = unsafe { self.arena.content(handle, len, guard) };
                 if len == PAGE_SIZE {
                     page.copy_from_slice(content);
                 } else {
                     self.codecs
-                        .decompress(0, reader, content, page)
+                        .decompress(priority.into(), reader, content, page)
                         .map_err(|_| ReadError::Corrupt)?;
                 }
             }
@@ -337,6 +383,7 @@ impl Zram {
         Ok(Slot::Stored {
             handle: self.store(worker, content, replaces, with_spare)?,
             len: content.len(),
+            priority: 0,
         })
     }
 
@@ -361,6 +408,22 @@ impl Zram {
             live_granules: &|| self.live_granules(),
         };
         self.arena.store(&room, content)
+    }
+
+    /// Ends a batch of what a participant retired, and frees what no reader can have found any more.
+    pub(crate) fn reclaim(&self, id: ParticipantId, retired: &mut Retired) {
+        retired.seal(&self.epochs);
+        reach(Step::Sealed);
+        let mut freed = 0;
+        retired.reclaim(&self.epochs, |word| {
+            // SAFETY: retired words were taken out of their slots, and reclaim gives each once, after its grace period.
+            unsafe { self.free(id, word) };
+            freed += 1;
+        });
+        if freed != 0 {
+            self.cells[id].0.retired.add(-freed);
+        }
+        self.sleeper.wake();
     }
 
     /// Frees what a word points to. The caller keeps the promise of [`Arena::free`].
@@ -393,14 +456,27 @@ pub(crate) struct Contents {
 }
 
 impl Contents {
-    pub(crate) fn add(&mut self, slot: Slot) {
-        self.pages += u64::from(slot != Slot::Empty);
-        self.same_pages += u64::from(matches!(slot, Slot::SameFilled(_) | Slot::SameFilledObject(_)));
-        self.huge_pages += u64::from(is_huge(slot));
-        if let Slot::Stored { len, .. } = slot {
-            self.bytes += len as u64;
+    pub(crate) fn of(slot: Slot) -> Contents {
+        Contents {
+            pages: u64::from(slot != Slot::Empty),
+            same_pages: u64::from(matches!(slot, Slot::SameFilled(_) | Slot::SameFilledObject(_))),
+            huge_pages: u64::from(is_huge(slot)),
+            bytes: if let Slot::Stored { len, .. } = slot {
+                len as u64
+            } else {
+                0
+            },
+            granules: slot_granules(slot).map_or(0, |(_, granules)| granules as u64),
         }
-        self.granules += slot_granules(slot).map_or(0, |(_, granules)| granules as u64);
+    }
+
+    pub(crate) fn add(&mut self, slot: Slot) {
+        let more = Contents::of(slot);
+        self.pages += more.pages;
+        self.same_pages += more.same_pages;
+        self.huge_pages += more.huge_pages;
+        self.bytes += more.bytes;
+        self.granules += more.granules;
     }
 }
 
@@ -409,7 +485,7 @@ pub(crate) fn slot_granules(slot: Slot) -> Option<(Handle, usize)> {
     match slot {
         Slot::Empty | Slot::SameFilled(_) => None,
         Slot::SameFilledObject(handle) => Some((handle, 1)),
-        Slot::Stored { handle, len } => Some((handle, object_granules(len))),
+        Slot::Stored { handle, len, .. } => Some((handle, object_granules(len))),
     }
 }
 
