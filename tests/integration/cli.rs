@@ -122,6 +122,18 @@ fn a_wrong_value_ends_with_one_line_that_names_the_flag_the_value_and_what_is_al
             &["--algorithm", "lz4(foo=1)"],
         ),
         (
+            &arguments("/run/z", &["--algorithm", "deflate(winbits=8)"]),
+            &["--algorithm", "winbits=8", "9..15 (zlib) or -15..-9 (raw)"],
+        ),
+        (
+            &arguments("/run/z", &["--decompression-contexts", "0"]),
+            &["--decompression-contexts", "'0'", "1 to 128"],
+        ),
+        (
+            &arguments("/run/z", &["--decompression-contexts", "129"]),
+            &["--decompression-contexts", "129", "1 to 128"],
+        ),
+        (
             &arguments("/run/z", &["--num-queues", "0"]),
             &["--num-queues", "0", "1..=64"],
         ),
@@ -290,6 +302,45 @@ fn a_dead_socket_is_replaced() {
         2,
         "nothing else is left behind"
     );
+}
+
+#[test]
+fn a_dictionary_that_is_none_ends_the_start_before_anything_is_there() {
+    let directory = tempdir().unwrap();
+    let (missing, empty) = (directory.path().join("missing"), directory.path().join("empty"));
+    fs::write(&empty, "").unwrap();
+    let cases = [
+        (missing.as_path(), "No such file"),
+        (&empty, "is empty"),
+        (directory.path(), "but a directory"),
+    ];
+    for (path, why) in cases {
+        let algorithm = format!("zstd(dict={})", path.display());
+        let socket = socket(directory.path());
+        let arguments = [
+            "--size",
+            "1M",
+            "--algorithm",
+            &algorithm,
+            "--socket-path",
+            socket.to_str().unwrap(),
+        ];
+        let output = daemon_output(arguments);
+        assert_eq!(output.status.code(), Some(1));
+        let line = only_line(&output);
+        for part in ["--algorithm", path.to_str().unwrap(), why] {
+            assert!(line.contains(part), "{line}");
+        }
+        assert!(!socket.exists(), "a start that failed leaves nothing");
+    }
+    let dictionary = directory.path().join("dictionary");
+    fs::write(&dictionary, "what pages have in common").unwrap();
+    let algorithm = format!("zstd(level=3,dict={})", dictionary.display());
+    let _daemon = Daemon::start(
+        directory.path(),
+        &["--algorithm", &algorithm, "--decompression-contexts", "1"],
+    );
+    assert_eq!(stats(directory.path())["algorithm"], algorithm);
 }
 
 #[test]

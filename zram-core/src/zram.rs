@@ -179,6 +179,11 @@ impl Zram {
         self.size_bytes
     }
 
+    /// The algorithms by priority, and the decompression contexts.
+    pub fn codecs(&self) -> &Arc<Codecs> {
+        &self.codecs
+    }
+
     /// How pages are compressed.
     pub fn algorithm(&self) -> &Algorithm {
         let primary = self.codecs.algorithm(0);
