@@ -7,6 +7,8 @@
 //! - heap work: what a write does beside the codec (allocate, copy in, publish, free the old object, epoch), at 90 % of
 //!   the memory limit after every slot was overwritten five times, beside what lz4 takes for the same pages;
 //! - workers: writes and reads a second of one, two and ten workers, each pinned to nothing;
+//! - recompression of a whole disk from lz4 to zstd while a worker reads and checks pages at random: gain, rate, the
+//!   reader's p99 without and with it, and the longest that `stats` took meanwhile;
 //! - start: creating a disk of 1 TiB, and taking over a disk, in slots a second of one thread.
 #![allow(clippy::unwrap_used)] // a bench: an error is a failure
 
@@ -15,7 +17,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use zram_core::{AdoptOptions, Algorithm, Codecs, Options, PAGE_SIZE, Page, SlotIndex, Zram};
+use zram_core::{
+    AdoptOptions, Algorithm, Codecs, DecompressionContexts, IdleMark, Options, PAGE_SIZE, Page, RecompressOptions,
+    SlotIndex, Zram,
+};
 
 const ROUNDS: usize = 5;
 const BATCH: usize = 16;
@@ -32,6 +37,7 @@ fn main() {
     let pages: Vec<_> = pages.into_iter().filter(|page| page.same_filled().is_none()).collect();
     heap_work(&pages);
     workers(&pages);
+    recompression(&pages);
     start(&pages);
 }
 
@@ -67,11 +73,15 @@ fn made_pages() -> Vec<Box<Page>> {
 }
 
 fn create(slots: usize, mem_limit_bytes: Option<u64>) -> Arc<Zram> {
+    create_with(slots, mem_limit_bytes, Codecs::alone(&Algorithm::default()).unwrap())
+}
+
+fn create_with(slots: usize, mem_limit_bytes: Option<u64>, codecs: Arc<Codecs>) -> Arc<Zram> {
     Zram::create(&Options {
         name: "bench".into(),
         size_bytes: (slots * PAGE_SIZE) as u64,
         mem_limit_bytes,
-        codecs: Codecs::alone(&Algorithm::default()).unwrap(),
+        codecs,
     })
     .unwrap()
 }
@@ -192,6 +202,74 @@ fn workers(pages: &[Box<Page>]) {
         );
     }
     drop(upkeep);
+}
+
+/// Reads pages at random until it is over and checks them: the times of each, in microseconds, sorted.
+fn read_until(zram: &Arc<Zram>, pages: &[Box<Page>], is_over: &AtomicBool) -> Vec<f64> {
+    let (mut worker, mut random, mut buffer) = (zram.worker().unwrap(), Random(11), Page::zeroed());
+    let mut times = vec![];
+    while !is_over.load(Ordering::Relaxed) {
+        let slot = random.below(pages.len());
+        let start = Instant::now();
+        worker.read_page(SlotIndex(slot as u32), &mut buffer).unwrap();
+        times.push(micros(start.elapsed()));
+        assert!(buffer[..] == pages[slot][..], "slot {slot} is wrong");
+    }
+    times.sort_by(f64::total_cmp);
+    times
+}
+
+fn recompression(pages: &[Box<Page>]) {
+    let load = |text: &str| text.parse::<Algorithm>().unwrap().load().unwrap();
+    let (mut quiet_p99, mut busy_p99, mut rates, mut gain, mut longest) = (vec![], vec![], vec![], 0.0, 0.0_f64);
+    for _ in 0..ROUNDS {
+        let contexts = DecompressionContexts::new(DecompressionContexts::count_for(3));
+        let codecs = Codecs::new(load("lz4"), [Some(load("zstd")), None, None], contexts).unwrap();
+        let zram = create_with(pages.len(), None, Arc::new(codecs));
+        let mut worker = zram.worker().unwrap();
+        for (slot, page) in pages.iter().enumerate() {
+            worker.write_page(SlotIndex(slot as u32), page).unwrap();
+        }
+        zram.mark_idle(IdleMark::All);
+        let p99 = |times: &[f64]| times[times.len() * 99 / 100];
+        let is_over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let reader = scope.spawn(|| read_until(&zram, pages, &is_over));
+            std::thread::sleep(Duration::from_millis(500));
+            is_over.store(true, Ordering::Relaxed);
+            quiet_p99.push(p99(&reader.join().unwrap()));
+        });
+        let before = zram.stats();
+        let is_over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let reader = scope.spawn(|| read_until(&zram, pages, &is_over));
+            let statist = scope.spawn(|| {
+                let mut longest = 0.0_f64;
+                while !is_over.load(Ordering::Relaxed) {
+                    let start = Instant::now();
+                    black_box(zram.stats());
+                    longest = longest.max(micros(start.elapsed()));
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+                longest
+            });
+            let start = Instant::now();
+            let done = zram.recompress(&RecompressOptions::default()).unwrap();
+            rates.push(done.pages_tried as f64 / start.elapsed().as_secs_f64());
+            is_over.store(true, Ordering::Relaxed);
+            busy_p99.push(p99(&reader.join().unwrap()));
+            longest = longest.max(statist.join().unwrap());
+        });
+        gain = 1.0 - zram.stats().compr_data_size as f64 / before.compr_data_size as f64;
+    }
+    let (quiet, busy) = (median(quiet_p99), median(busy_p99));
+    println!(
+        "recompression: {:.1} % less content, {:.0} pages a second; reads' p99 {quiet:.2} us without, {busy:.2} with \
+         ({:.2} times); stats took {longest:.0} us at most",
+        gain * 100.0,
+        median(rates),
+        busy / quiet
+    );
 }
 
 fn start(pages: &[Box<Page>]) {
