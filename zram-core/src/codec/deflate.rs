@@ -26,7 +26,7 @@ pub(super) const WINDOW_BITS_MIN: u32 = 9;
 pub(super) const WINDOW_BITS_MAX: u32 = 15;
 /// zram's: raw, a window of 2 KiB. At level 6 it stores less than one of 4 KiB: nearer matches cost fewer bits.
 pub(super) const WINDOW_BITS_DEFAULT: i32 = -11;
-/// zram's is 8; on a page 5 stores 0.02 % more, in a third of the memory.
+/// zram's is 8; on a page 5 stores 0.02 % more, in a quarter of the memory.
 const MEM_LEVEL: c_int = 5;
 
 pub(super) struct Compressor {
