@@ -1,11 +1,16 @@
-//! LZ4 block format, by liblz4. Decoding needs no context, with a dictionary or without, and serves lz4hc too: it is one
-//! format.
+//! LZ4 block format. Decoding needs no context, with a dictionary or without, and serves lz4hc too: it is one format.
+//!
+//! Two libraries: lz4_flex compresses at the level that nearly everybody uses, as fast as liblz4 with half of its memory
+//! (its table has 16-bit places, which a page needs no more of). liblz4 compresses at other levels and with dictionaries,
+//! which lz4_flex cannot, and decodes: it takes a fifth less time (docs/benchmarks.md).
 //!
 //! A dictionary is the 64 KiB that stand before a page, as it were: matches may reach into it. It is indexed once; each
 //! page's context is attached to that index, which is only read, and nothing of it is copied.
 
 use std::ffi::c_int;
 use std::sync::Arc;
+
+use lz4_flex::block::{CompressTable, compress_into_with_table};
 
 use super::liblz4::{
     LZ4_attach_dictionary, LZ4_compress_fast_continue, LZ4_compress_fast_extState_fastReset, LZ4_decompress_safe,
@@ -24,6 +29,9 @@ pub(super) const DICTIONARY_BYTES_MAX: usize = 64 << 10;
 
 const PAGE_BYTES: c_int = PAGE_SIZE as c_int;
 const OUTPUT_BYTES: c_int = OUTPUT_SIZE as c_int;
+
+/// lz4_flex's table for inputs below 64 KiB: 4,096 places of 16 bits.
+const PLAIN_TABLE_BYTES: usize = 8 << 10;
 
 /// A dictionary's bytes and their index. Nothing changes in it once it is made.
 pub(super) struct Dictionary {
@@ -55,17 +63,25 @@ impl Dictionary {
     }
 }
 
-/// The table of recent positions, 16 KiB.
-pub(super) struct Compressor {
-    state: State,
-    acceleration: c_int,
-    dictionary: Option<Arc<Dictionary>>,
+/// The table of recent positions.
+pub(super) enum Compressor {
+    /// 8 KiB.
+    Plain(Box<CompressTable>),
+    /// 16 KiB.
+    Tuned {
+        state: State,
+        acceleration: c_int,
+        dictionary: Option<Arc<Dictionary>>,
+    },
 }
 
 impl Compressor {
     /// `None` when the host has no memory for it.
     pub(super) fn new(acceleration: i32, dictionary: Option<Arc<Dictionary>>) -> Option<Compressor> {
-        Some(Compressor {
+        if acceleration == LEVEL_DEFAULT && dictionary.is_none() {
+            return Some(Compressor::Plain(Box::default()));
+        }
+        Some(Compressor::Tuned {
             state: new_state()?,
             acceleration,
             dictionary,
@@ -73,23 +89,36 @@ impl Compressor {
     }
 
     pub(super) fn memory_bytes(&self) -> usize {
-        self.state.bytes()
+        match self {
+            Compressor::Plain(_) => PLAIN_TABLE_BYTES,
+            Compressor::Tuned { state, .. } => state.bytes(),
+        }
     }
 
     pub(super) fn compress(&mut self, page: &Page, output: &mut [u8; OUTPUT_SIZE]) -> usize {
-        let state = self.state.as_mut_ptr();
+        let (state, acceleration, dictionary) = match self {
+            Compressor::Plain(table) => {
+                return compress_into_with_table(&page[..], output, table)
+                    .expect("two pages hold what lz4 makes of any page");
+            }
+            Compressor::Tuned {
+                state,
+                acceleration,
+                dictionary,
+            } => (state.as_mut_ptr(), *acceleration, dictionary),
+        };
         let (from, to) = (page.as_ptr(), output.as_mut_ptr());
-        let len = match &self.dictionary {
+        let len = match dictionary {
             // SAFETY: an initialised state, a page to read and an output to write, of these lengths.
             None => unsafe {
-                LZ4_compress_fast_extState_fastReset(state, from, to, PAGE_BYTES, OUTPUT_BYTES, self.acceleration)
+                LZ4_compress_fast_extState_fastReset(state, from, to, PAGE_BYTES, OUTPUT_BYTES, acceleration)
             },
             // SAFETY: as above; the dictionary is not changed by anybody, and lives at least as long as this state, which
             // forgets it at the next reset.
             Some(dictionary) => unsafe {
                 LZ4_resetStream_fast(state);
                 LZ4_attach_dictionary(state, dictionary.index.as_ptr());
-                LZ4_compress_fast_continue(state, from, to, PAGE_BYTES, OUTPUT_BYTES, self.acceleration)
+                LZ4_compress_fast_continue(state, from, to, PAGE_BYTES, OUTPUT_BYTES, acceleration)
             },
         };
         assert!(len > 0, "two pages hold what lz4 makes of any page");
@@ -127,3 +156,4 @@ pub(super) fn decompress(content: &[u8], page: &mut Page, dictionary: Option<&[u
 
 /// `LZ4_COMPRESSBOUND`.
 const _: () = assert!(PAGE_SIZE + PAGE_SIZE / 255 + 16 <= OUTPUT_SIZE);
+const _: () = assert!(lz4_flex::block::get_maximum_output_size(PAGE_SIZE) <= OUTPUT_SIZE);
