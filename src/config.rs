@@ -15,7 +15,7 @@ use tracing_subscriber::filter::LevelFilter;
 use zram_core::{Algorithm, DISK_BYTES_MAX, DecompressionContexts, MEM_LIMIT_MIN, PAGE_SIZE, WORKERS_MAX};
 use zram_vhost::{QUEUE_SIZE_DEFAULT, QUEUE_SIZE_MAX, QUEUES_MAX, Serial};
 
-use crate::size;
+use crate::{sandbox, size};
 
 /// A path in a `sockaddr_un` has 108 bytes, the last of them zero (unix(7)).
 pub const SOCKET_PATH_BYTES_MAX: usize = 107;
@@ -49,6 +49,8 @@ pub struct Config {
     pub logical_block_size: u32,
     /// Where the control socket goes.
     pub control_path: Option<PathBuf>,
+    /// What happens to a thread that makes a system call it should not make.
+    pub sandbox: sandbox::Mode,
     /// The least urgent lines that are logged.
     pub log_level: LevelFilter,
 }
@@ -196,6 +198,15 @@ struct Arguments {
     #[arg(long, value_name = "PATH", value_parser = socket_path)]
     control_path: Option<PathBuf>,
 
+    /// What happens to a thread of the daemon that makes a system call it has no use for: off, log or kill
+    ///
+    /// Before it serves a frontend the daemon gives up what it does not need: new privileges, core dumps, most system
+    /// calls (seccomp, a list for each kind of thread) and files (Landlock). With kill a thread that tries all the same,
+    /// because a guest has taken it over, ends the daemon (SIGSYS). With log the kernel logs the call, as type=1326, and
+    /// lets it through, and files are open. What the host does not have is told at start and done without.
+    #[arg(long, value_name = "MODE", default_value = "kill", hide_possible_values = true)]
+    sandbox: sandbox::Mode,
+
     /// The least urgent lines that are logged to stderr: off, error, warn, info, debug or trace
     #[arg(long, value_name = "LEVEL", default_value = "info", hide_possible_values = true,
           value_parser = PossibleValuesParser::new(["off", "error", "warn", "info", "debug", "trace"]))]
@@ -266,6 +277,7 @@ impl Config {
                 4096
             },
             control_path: arguments.control_path,
+            sandbox: arguments.sandbox,
             log_level: arguments
                 .log_level
                 .parse()

@@ -16,6 +16,7 @@ use tracing::{debug, warn};
 
 use crate::disk::Disk;
 use crate::protocol::{ErrorBody, IoStat, MmStat, PROTOCOL_VERSION, REQUEST_BYTES_MAX, Refusal, Request, Version};
+use crate::sandbox::{Kind, Sandbox};
 
 /// Clients at once. Each has a thread with a small stack.
 pub const CLIENTS_MAX: usize = 32;
@@ -28,15 +29,18 @@ const WRITE_MAX: Duration = Duration::from_secs(5);
 const SKIPPED_BYTES_MAX: usize = 1 << 20;
 
 /// Answers on `listener` from a thread of its own, until the process ends.
-pub fn serve(listener: UnixListener, disk: Arc<Disk>) -> io::Result<()> {
+///
+/// The first thing on each thread is to enter the sandbox.
+pub fn serve(listener: UnixListener, disk: Arc<Disk>, sandbox: Sandbox) -> io::Result<()> {
     let clients = Arc::new(AtomicUsize::new(0));
     thread::Builder::new()
         .name("control".into())
         .stack_size(STACK_BYTES)
         .spawn(move || {
+            sandbox.enter(Kind::ControlSocket);
             let mut was_told = false;
             for stream in listener.incoming() {
-                let greeted = stream.and_then(|stream| greet(stream, &disk, &clients));
+                let greeted = stream.and_then(|stream| greet(stream, &disk, &clients, &sandbox));
                 if let Err(error) = &greeted {
                     // Out of descriptors or threads: said once, until it goes well again. The next try would fail at once:
                     // wait for some to come back.
@@ -51,7 +55,7 @@ pub fn serve(listener: UnixListener, disk: Arc<Disk>) -> io::Result<()> {
     Ok(())
 }
 
-fn greet(mut stream: UnixStream, disk: &Arc<Disk>, clients: &Arc<AtomicUsize>) -> io::Result<()> {
+fn greet(mut stream: UnixStream, disk: &Arc<Disk>, clients: &Arc<AtomicUsize>, sandbox: &Sandbox) -> io::Result<()> {
     stream.set_read_timeout(Some(IDLE_MAX))?;
     stream.set_write_timeout(Some(WRITE_MAX))?;
     let Some(seat) = Seat::take(clients) else {
@@ -62,12 +66,13 @@ fn greet(mut stream: UnixStream, disk: &Arc<Disk>, clients: &Arc<AtomicUsize>) -
         ));
         return Ok(());
     };
-    let disk = disk.clone();
+    let (disk, sandbox) = (disk.clone(), sandbox.clone());
     thread::Builder::new()
         .name("control-client".into())
         .stack_size(STACK_BYTES)
         .spawn(move || {
             let _seat = seat;
+            sandbox.enter(Kind::ControlClient);
             if let Err(error) = converse(&stream, &disk) {
                 debug!(disk = disk.name(), "a control client was let go: {error}");
             }

@@ -7,6 +7,7 @@
 //! - [`logging`]: where log lines go and what they look like
 //! - [`host`]: what the host must grant: descriptors, file size, memory
 //! - [`socket`]: sockets on paths (mode and group before they can be seen, stale ones replaced) and inherited ones
+//! - [`sandbox`]: what the daemon gives up before a frontend can come
 //! - [`daemon`]: builds the disk, serves it, ends
 //! - [`announce`]: the block that a start prints, and its hints
 //! - [`disk`]: the store and its device, as the threads of the daemon share them
@@ -22,5 +23,6 @@ pub mod disk;
 pub mod host;
 pub mod logging;
 pub mod protocol;
+pub mod sandbox;
 pub mod size;
 pub mod socket;

@@ -121,6 +121,20 @@ pub struct DiskStats {
     pub failed_connections: u64,
     /// What the guests asked.
     pub requests: Requests,
+    /// What the daemon has given up.
+    pub sandbox: SandboxStatus,
+}
+
+/// What the daemon has given up; see its `--sandbox` option.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SandboxStatus {
+    /// `off`, `log` or `kill`: what happens to a thread that makes a system call it should not make.
+    pub mode: String,
+    /// Whether system calls are looked at.
+    pub system_calls: bool,
+    /// Of what can be done to files, how much is denied, but for what the daemon needs: `all`, `some` where the kernel
+    /// does not know all of it, or `none`.
+    pub files: String,
 }
 
 /// The process at the other end.

@@ -199,6 +199,10 @@ fn a_wrong_value_ends_with_one_line_that_names_the_flag_the_value_and_what_is_al
             &arguments("/run/z", &["--log-level", "loud"]),
             &["--log-level", "loud", "off, error, warn, info, debug, trace"],
         ),
+        (
+            &arguments("/run/z", &["--sandbox", "maybe"]),
+            &["--sandbox", "maybe", "off, log, kill"],
+        ),
         (&arguments("/run/z", &["--bogus"]), &["--bogus"]),
         (&arguments("/run/z", &["stray"]), &["stray"]),
         (&arguments("/run/z", &["--size", "1G"]), &["--size"]),

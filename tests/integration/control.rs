@@ -12,6 +12,7 @@ use serde_json::{Value, json};
 use tempfile::tempdir;
 use vhost_user_zram::control;
 use vhost_user_zram::disk::Disk;
+use vhost_user_zram::sandbox::{Mode, Sandbox};
 use zram_core::{Algorithm, Codecs, Options, Page, SlotIndex, Zram};
 
 use crate::program::{Daemon, PATIENCE, control as control_path, only_line, text, vzramctl, wait_for};
@@ -230,7 +231,7 @@ const BUSY: &str = concat!(
     r#""refused_writes":13,"contexts_own":14,"contexts_borrowed":15,"contexts_waited":16,"num_queues":64,"queues_running":4,"frontend":{"pid":1234567,"command":"qemu-system-x86"},"#,
     r#""connections_total":1,"refused_connections":0,"failed_connections":0,"requests":{"reads":1,"writes":2,"#,
     r#""flushes":0,"get_ids":0,"discards":0,"write_zeroes":0,"unsupported":0,"io_errors":0,"sectors_read":0,"#,
-    r#""sectors_written":0,"bad_chains":0,"broken_rings":0,"panics":0,"calls":0,"calls_lost":0},"new_field":1}"#,
+    r#""sectors_written":0,"bad_chains":0,"broken_rings":0,"panics":0,"calls":0,"calls_lost":0},"sandbox":{"mode":"kill","system_calls":true,"files":"all"},"new_field":1}"#,
     "\n"
 );
 
@@ -330,8 +331,11 @@ fn filled_disk(directory: &Path) -> Arc<Disk> {
     }
     worker.discard(0..10);
     worker.end_batch();
-    let disk = Arc::new(Disk::new("filled".into(), 64, false, zram.clone()).unwrap());
-    control::serve(UnixListener::bind(control_path(directory)).unwrap(), disk.clone()).unwrap();
+    let no_sandbox = Sandbox::prepare(Mode::Off, &[]).unwrap();
+    let disk = Disk::new("filled".into(), 64, false, zram.clone(), &no_sandbox).unwrap();
+    let disk = Arc::new(disk);
+    let listener = UnixListener::bind(control_path(directory)).unwrap();
+    control::serve(listener, disk.clone(), no_sandbox).unwrap();
     disk
 }
 
