@@ -35,6 +35,8 @@ pub struct Config {
     pub size_bytes: u64,
     /// Host memory for the data. Bytes, 256 KiB to 16 TiB; `None` is no limit.
     pub mem_limit_bytes: Option<u64>,
+    /// Whether slot table and arena are kept out of the host's swap.
+    pub memory_lock: bool,
     /// The codec. Its dictionary is not read yet.
     pub algorithm: Algorithm,
     /// Pages that can be decoded at a time by a codec that needs a context for it, 1..=128.
@@ -138,6 +140,13 @@ struct Arguments {
     /// error, and the old content stays. The slot table comes on top: 8 bytes for each page, 2 MiB for each GiB of the disk.
     #[arg(long, value_name = "SIZE", allow_negative_numbers = true, value_parser = mem_limit)]
     mem_limit: Option<u64>,
+
+    /// Keep the disk's data out of the host's swap
+    ///
+    /// Memory is locked as it is used. RLIMIT_MEMLOCK (ulimit -l, LimitMEMLOCK= in a systemd unit) has to cover all
+    /// address space of the disk, some 4 times its size and 256 MiB, or the daemon to have CAP_IPC_LOCK.
+    #[arg(long)]
+    memory_lock: bool,
 
     /// Compression: lz4, lz4hc, zstd or deflate, with parameters as in zstd(level=3,dict=PATH)
     ///
@@ -264,6 +273,7 @@ impl Config {
             size_bytes_asked: arguments.size,
             size_bytes: arguments.size.next_multiple_of(PAGE_SIZE as u64),
             mem_limit_bytes: arguments.mem_limit,
+            memory_lock: arguments.memory_lock,
             algorithm: arguments.algorithm,
             decompression_contexts: arguments
                 .decompression_contexts

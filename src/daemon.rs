@@ -91,7 +91,7 @@ impl Daemon {
         let signals =
             Signals::register().map_err(|error| Failure::new(format!("signals cannot be handled: {error}")))?;
         host::raise_descriptor_limit();
-        host::raise_file_size_limit();
+        host::check_file_size_limit(config.size_bytes).map_err(Failure::new)?;
 
         let codecs = codecs(config)?;
 
@@ -118,8 +118,14 @@ impl Daemon {
             codecs,
         })
         .map_err(|error| Failure::new(told(&error)))?;
-        for hint in announce::hints(config, host::memory_available()) {
+        if config.memory_lock {
+            host::lock_memory(&zram).map_err(Failure::new)?;
+        }
+        for hint in announce::hints(config) {
             logging::say(Priority::Notice, &hint);
+        }
+        if let Some(warning) = host::memory_warning(config) {
+            logging::say(Priority::Warning, &warning);
         }
         let directories: Vec<PathBuf> = files.iter().map(SocketFile::directory).collect();
         let sandbox = Sandbox::prepare(config.sandbox, &directories).map_err(|error| {
@@ -300,9 +306,6 @@ fn codecs(config: &Config) -> Result<Arc<Codecs>, Failure> {
 
 fn told(error: &CreateError) -> String {
     match error {
-        CreateError::Map(cause) if cause.raw_os_error() == Some(Errno::FBIG.raw_os_error()) => {
-            host::file_size_limit_advice()
-        }
         CreateError::Map(cause) => format!("{error}: {cause}"),
         error => error.to_string(),
     }
