@@ -1,8 +1,7 @@
-//! The control socket: answers questions about the disk, one thread a client.
+//! The control socket: one thread a client. What is answered is [`crate::command`]'s affair.
 //!
 //! Clients cannot harm the disk or each other: their number, the length of a line and the time of a read or write are
-//! bounded, and the numbers are read without waiting for I/O. What a client sends wrong is answered with an error, and its
-//! connection goes on.
+//! bounded. What a client sends wrong is answered with an error, and its connection goes on.
 
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -11,11 +10,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use serde::Serialize;
 use tracing::{debug, warn};
 
+use crate::command::{answer, refusal};
 use crate::disk::Disk;
-use crate::protocol::{ErrorBody, IoStat, MmStat, PROTOCOL_VERSION, REQUEST_BYTES_MAX, Refusal, Request, Version};
+use crate::protocol::REQUEST_BYTES_MAX;
 use crate::sandbox::{Kind, Sandbox};
 
 /// Clients at once. Each has a thread with a small stack.
@@ -145,45 +144,6 @@ fn read_line(reader: &mut impl BufRead, line: &mut Vec<u8>) -> io::Result<Line> 
             _ => Err(io::Error::other("a line without end")),
         };
     }
-}
-
-fn answer(line: &[u8], disk: &Disk) -> Vec<u8> {
-    let request: Request = match serde_json::from_slice(line) {
-        Ok(request) => request,
-        Err(error) => return refusal("bad-request", &format!("not {{\"command\":\"NAME\"}}: {error}")),
-    };
-    match request.command.as_str() {
-        "version" => reply(&Version {
-            version: env!("CARGO_PKG_VERSION").into(),
-            protocol: PROTOCOL_VERSION,
-        }),
-        "stats" => reply(&disk.stats()),
-        "mm-stat" => reply(&MmStat {
-            mm_stat: disk.mm_stat(),
-        }),
-        "io-stat" => reply(&IoStat {
-            io_stat: disk.io_stat(),
-        }),
-        other => refusal(
-            "unknown-command",
-            &format!("{other:?} is none of version, stats, mm-stat, io-stat"),
-        ),
-    }
-}
-
-fn refusal(kind: &str, message: &str) -> Vec<u8> {
-    reply(&Refusal {
-        error: ErrorBody {
-            kind: kind.into(),
-            message: message.into(),
-        },
-    })
-}
-
-fn reply(message: &impl Serialize) -> Vec<u8> {
-    let mut line = serde_json::to_vec(message).expect("messages are plain structs of numbers and strings");
-    line.push(b'\n');
-    line
 }
 
 #[cfg(test)]

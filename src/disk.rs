@@ -56,14 +56,9 @@ impl Disk {
         }
     }
 
-    /// zram's `mm_stat` line.
-    pub fn mm_stat(&self) -> String {
-        self.zram.stats().mm_stat()
-    }
-
-    /// zram's `io_stat` line.
-    pub fn io_stat(&self) -> String {
-        self.zram.stats().io_stat()
+    /// The store.
+    pub fn zram(&self) -> &Arc<Zram> {
+        &self.zram
     }
 
     /// All numbers.

@@ -177,7 +177,7 @@ fn warn(message: &str) {
 }
 
 /// A backtrace that a panic prints later finds the names of functions only if they were read before: the program's file
-/// cannot be opened any more. It takes some milliseconds and MiB, so only where backtraces are asked for.
+/// cannot be opened any more. It takes time and memory, so only where backtraces are asked for.
 fn read_symbols_if_asked() {
     let asked = |name| env::var_os(name).is_some_and(|value| value != "0");
     if asked("RUST_BACKTRACE") || asked("RUST_LIB_BACKTRACE") {
