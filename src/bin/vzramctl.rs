@@ -132,7 +132,7 @@ Columns:
              between its pieces, and the slot table
   LIMIT      the most TOTAL may be, the slot table not counted; \"-\" when there
              is no limit, 0 with --bytes
-  ALGORITHM  how data is compressed
+  ALGORITHM  how data is compressed; cut at 15 characters, with --bytes whole
   VMM        process id of the connected frontend; \"-\" when none
 
 Sizes are rounded to powers of 1024: 1.5G is 1.5 GiB. The names in --json are
@@ -396,7 +396,11 @@ fn table(disks: &[DiskStats], bytes: bool) -> String {
             } else {
                 size(disk.mem_limit)
             },
-            disk.algorithm.clone(),
+            if bytes {
+                disk.algorithm.clone()
+            } else {
+                cut(&disk.algorithm)
+            },
             disk.frontend
                 .as_ref()
                 .map_or("-".into(), |frontend| frontend.pid.to_string()),
@@ -410,6 +414,20 @@ fn table(disks: &[DiskStats], bytes: bool) -> String {
         }
     }
     format!("{}\n", table.trim_fmt())
+}
+
+/// What is left of 80 columns when all others are at their widest. Dictionaries have paths.
+const ALGORITHM_CHARS_MAX: usize = 15;
+
+fn cut(algorithm: &str) -> String {
+    match algorithm.char_indices().nth(ALGORITHM_CHARS_MAX) {
+        None => algorithm.into(),
+        Some(_) => algorithm
+            .chars()
+            .take(ALGORITHM_CHARS_MAX - 2)
+            .chain("..".chars())
+            .collect(),
+    }
 }
 
 fn ratio(disk: &DiskStats) -> String {

@@ -427,18 +427,28 @@ fn the_widest_table_fits_80_columns() {
     let directory = tempdir().unwrap();
     let mut disk: Value = serde_json::from_str(BUSY).unwrap();
     disk["name"] = "n".repeat(20).into();
-    disk["algorithm"] = "zstd(level=22)".into();
     for key in ["disksize", "orig_data_size", "total_bytes", "mem_limit"] {
         disk[key] = ((1023u64 << 20) + (1 << 10)).into();
     }
-    for compressed in [1u64, 1 << 15, 1 << 20, 1 << 23, 1023 << 20] {
+    let algorithms = [
+        ("zstd(level=22)", "zstd(level=22)"),
+        ("lz4hc(level=12)", "lz4hc(level=12)"),
+        ("deflate(level=9)", "deflate(level.."),
+        ("zstd(level=3,dict=/a/b)", "zstd(level=3,.."),
+        ("lz4", "lz4"),
+    ];
+    let sizes = [1u64, 1 << 15, 1 << 20, 1 << 23, 1023 << 20];
+    for (compressed, (algorithm, shown)) in sizes.into_iter().zip(algorithms) {
         disk["compr_data_size"] = compressed.into();
+        disk["algorithm"] = algorithm.into();
         let directory = directory.path().join(compressed.to_string());
         std::fs::create_dir(&directory).unwrap();
         impostor(&directory, Box::leak(format!("{disk}\n").into_boxed_str()));
         let table = text(&ctl(&directory, &[]).stdout);
         assert_eq!(table.lines().count(), 2);
         assert!(table.lines().all(|line| line.len() <= 80), "{table}");
+        assert!(table.contains(&format!(" {shown} ")), "{table}");
+        assert!(text(&ctl(&directory, &["--bytes"]).stdout).contains(algorithm));
     }
 }
 
