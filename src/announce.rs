@@ -132,8 +132,8 @@ fn shell(text: &str) -> String {
     shlex::try_quote(text).map_or_else(|_| text.into(), |quoted| quoted.into_owned())
 }
 
-/// One line for each choice of sizes that is unlikely to be meant. `memory_available` is what the host has to give.
-pub fn hints(config: &Config, memory_available: Option<u64>) -> Vec<String> {
+/// One line for each choice of sizes that is unlikely to be meant.
+pub fn hints(config: &Config) -> Vec<String> {
     let mut hints = Vec::new();
     let size = config.size_bytes;
     if config.size_bytes_asked != size {
@@ -157,19 +157,6 @@ pub fn hints(config: &Config, memory_available: Option<u64>) -> Vec<String> {
             size as f64 / limit as f64
         )),
         _ => {}
-    }
-    let may_take = config.mem_limit_bytes.unwrap_or(size).min(size);
-    let option = if config.mem_limit_bytes.is_some() {
-        "--mem-limit"
-    } else {
-        "--size without --mem-limit"
-    };
-    if let Some(available) = memory_available.filter(|&available| may_take > available) {
-        hints.push(format!(
-            "hint: {option} lets this disk take {}, and the host has {} available now",
-            human_long(may_take),
-            human_long(available)
-        ));
     }
     hints
 }
@@ -232,22 +219,12 @@ mod tests {
 
     #[test]
     fn each_odd_choice_of_sizes_gets_its_hint() {
-        let told = |arguments: &[&str], available: Option<u64>| {
-            hints(
-                &config(&[&["--socket-path", "/run/z.sock"], arguments].concat()),
-                available,
-            )
-            .join("\n")
-        };
-        assert_eq!(told(&["--size", "4G", "--mem-limit", "1G"], Some(1 << 30)), "");
-        assert_eq!(told(&["--size", "1G", "--mem-limit", "1G"], None), "");
-        assert!(told(&["--size", "1G", "--mem-limit", "2G"], None).contains("less than --mem-limit"));
-        assert!(told(&["--size", "5G", "--mem-limit", "1G"], None).contains("shrinks 5.0 times"));
-        assert!(
-            told(&["--size", "4G", "--mem-limit", "2G"], Some(1 << 30))
-                .contains("--mem-limit lets this disk take 2 GiB")
-        );
-        assert!(told(&["--size", "4G"], Some(1 << 30)).contains("--size without --mem-limit"));
-        assert!(told(&["--size", "4097"], None).contains("8192 bytes"));
+        let told =
+            |arguments: &[&str]| hints(&config(&[&["--socket-path", "/run/z.sock"], arguments].concat())).join("\n");
+        assert_eq!(told(&["--size", "4G", "--mem-limit", "1G"]), "");
+        assert_eq!(told(&["--size", "1G", "--mem-limit", "1G"]), "");
+        assert!(told(&["--size", "1G", "--mem-limit", "2G"]).contains("less than --mem-limit"));
+        assert!(told(&["--size", "5G", "--mem-limit", "1G"]).contains("shrinks 5.0 times"));
+        assert!(told(&["--size", "4097"]).contains("8192 bytes"));
     }
 }

@@ -15,7 +15,7 @@ use tracing_subscriber::filter::LevelFilter;
 use zram_core::{Algorithm, DISK_BYTES_MAX, DecompressionContexts, MEM_LIMIT_MIN, PAGE_SIZE, WORKERS_MAX};
 use zram_vhost::{QUEUE_SIZE_DEFAULT, QUEUE_SIZE_MAX, QUEUES_MAX, Serial};
 
-use crate::size;
+use crate::{sandbox, size};
 
 /// A path in a `sockaddr_un` has 108 bytes, the last of them zero (unix(7)).
 pub const SOCKET_PATH_BYTES_MAX: usize = 107;
@@ -35,6 +35,8 @@ pub struct Config {
     pub size_bytes: u64,
     /// Host memory for the data. Bytes, 256 KiB to 16 TiB; `None` is no limit.
     pub mem_limit_bytes: Option<u64>,
+    /// Whether slot table and arena are kept out of the host's swap.
+    pub memory_lock: bool,
     /// The codec. Its dictionary is not read yet.
     pub algorithm: Algorithm,
     /// Pages that can be decoded at a time by a codec that needs a context for it, 1..=128.
@@ -49,6 +51,8 @@ pub struct Config {
     pub logical_block_size: u32,
     /// Where the control socket goes.
     pub control_path: Option<PathBuf>,
+    /// What happens to a thread that makes a system call it should not make.
+    pub sandbox: sandbox::Mode,
     /// The least urgent lines that are logged.
     pub log_level: LevelFilter,
 }
@@ -137,6 +141,13 @@ struct Arguments {
     #[arg(long, value_name = "SIZE", allow_negative_numbers = true, value_parser = mem_limit)]
     mem_limit: Option<u64>,
 
+    /// Keep the disk's data out of the host's swap
+    ///
+    /// Memory is locked as it is used. RLIMIT_MEMLOCK (ulimit -l, LimitMEMLOCK= in a systemd unit) has to cover all
+    /// address space of the disk, some 4 times its size and 256 MiB, or the daemon to have CAP_IPC_LOCK.
+    #[arg(long)]
+    memory_lock: bool,
+
     /// Compression: lz4, lz4hc, zstd or deflate, with parameters as in zstd(level=3,dict=PATH)
     ///
     /// lz4 is the fastest; zstd stores about half as much and takes two to three times as long. lz4hc reads as fast as lz4
@@ -196,6 +207,15 @@ struct Arguments {
     #[arg(long, value_name = "PATH", value_parser = socket_path)]
     control_path: Option<PathBuf>,
 
+    /// What happens to a thread of the daemon that makes a system call it has no use for: off, log or kill
+    ///
+    /// Before it serves a frontend the daemon gives up what it does not need: new privileges, core dumps, most system
+    /// calls (seccomp, a list for each kind of thread) and files (Landlock). With kill a thread that tries all the same,
+    /// because a guest has taken it over, ends the daemon (SIGSYS). With log the kernel logs the call, as type=1326, and
+    /// lets it through, and files are open. What the host does not have is told at start and done without.
+    #[arg(long, value_name = "MODE", default_value = "kill", hide_possible_values = true)]
+    sandbox: sandbox::Mode,
+
     /// The least urgent lines that are logged to stderr: off, error, warn, info, debug or trace
     #[arg(long, value_name = "LEVEL", default_value = "info", hide_possible_values = true,
           value_parser = PossibleValuesParser::new(["off", "error", "warn", "info", "debug", "trace"]))]
@@ -253,6 +273,7 @@ impl Config {
             size_bytes_asked: arguments.size,
             size_bytes: arguments.size.next_multiple_of(PAGE_SIZE as u64),
             mem_limit_bytes: arguments.mem_limit,
+            memory_lock: arguments.memory_lock,
             algorithm: arguments.algorithm,
             decompression_contexts: arguments
                 .decompression_contexts
@@ -266,6 +287,7 @@ impl Config {
                 4096
             },
             control_path: arguments.control_path,
+            sandbox: arguments.sandbox,
             log_level: arguments
                 .log_level
                 .parse()

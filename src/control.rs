@@ -1,8 +1,7 @@
-//! The control socket: answers questions about the disk, one thread a client.
+//! The control socket: one thread a client. What is answered is [`crate::command`]'s affair.
 //!
 //! Clients cannot harm the disk or each other: their number, the length of a line and the time of a read or write are
-//! bounded, and the numbers are read without waiting for I/O. What a client sends wrong is answered with an error, and its
-//! connection goes on.
+//! bounded. What a client sends wrong is answered with an error, and its connection goes on.
 
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -11,11 +10,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use serde::Serialize;
 use tracing::{debug, warn};
 
+use crate::command::{answer, refusal};
 use crate::disk::Disk;
-use crate::protocol::{ErrorBody, IoStat, MmStat, PROTOCOL_VERSION, REQUEST_BYTES_MAX, Refusal, Request, Version};
+use crate::protocol::REQUEST_BYTES_MAX;
+use crate::sandbox::{Kind, Sandbox};
 
 /// Clients at once. Each has a thread with a small stack.
 pub const CLIENTS_MAX: usize = 32;
@@ -28,15 +28,18 @@ const WRITE_MAX: Duration = Duration::from_secs(5);
 const SKIPPED_BYTES_MAX: usize = 1 << 20;
 
 /// Answers on `listener` from a thread of its own, until the process ends.
-pub fn serve(listener: UnixListener, disk: Arc<Disk>) -> io::Result<()> {
+///
+/// The first thing on each thread is to enter the sandbox.
+pub fn serve(listener: UnixListener, disk: Arc<Disk>, sandbox: Sandbox) -> io::Result<()> {
     let clients = Arc::new(AtomicUsize::new(0));
     thread::Builder::new()
         .name("control".into())
         .stack_size(STACK_BYTES)
         .spawn(move || {
+            sandbox.enter(Kind::ControlSocket);
             let mut was_told = false;
             for stream in listener.incoming() {
-                let greeted = stream.and_then(|stream| greet(stream, &disk, &clients));
+                let greeted = stream.and_then(|stream| greet(stream, &disk, &clients, &sandbox));
                 if let Err(error) = &greeted {
                     // Out of descriptors or threads: said once, until it goes well again. The next try would fail at once:
                     // wait for some to come back.
@@ -51,7 +54,7 @@ pub fn serve(listener: UnixListener, disk: Arc<Disk>) -> io::Result<()> {
     Ok(())
 }
 
-fn greet(mut stream: UnixStream, disk: &Arc<Disk>, clients: &Arc<AtomicUsize>) -> io::Result<()> {
+fn greet(mut stream: UnixStream, disk: &Arc<Disk>, clients: &Arc<AtomicUsize>, sandbox: &Sandbox) -> io::Result<()> {
     stream.set_read_timeout(Some(IDLE_MAX))?;
     stream.set_write_timeout(Some(WRITE_MAX))?;
     let Some(seat) = Seat::take(clients) else {
@@ -62,12 +65,13 @@ fn greet(mut stream: UnixStream, disk: &Arc<Disk>, clients: &Arc<AtomicUsize>) -
         ));
         return Ok(());
     };
-    let disk = disk.clone();
+    let (disk, sandbox) = (disk.clone(), sandbox.clone());
     thread::Builder::new()
         .name("control-client".into())
         .stack_size(STACK_BYTES)
         .spawn(move || {
             let _seat = seat;
+            sandbox.enter(Kind::ControlClient);
             if let Err(error) = converse(&stream, &disk) {
                 debug!(disk = disk.name(), "a control client was let go: {error}");
             }
@@ -140,45 +144,6 @@ fn read_line(reader: &mut impl BufRead, line: &mut Vec<u8>) -> io::Result<Line> 
             _ => Err(io::Error::other("a line without end")),
         };
     }
-}
-
-fn answer(line: &[u8], disk: &Disk) -> Vec<u8> {
-    let request: Request = match serde_json::from_slice(line) {
-        Ok(request) => request,
-        Err(error) => return refusal("bad-request", &format!("not {{\"command\":\"NAME\"}}: {error}")),
-    };
-    match request.command.as_str() {
-        "version" => reply(&Version {
-            version: env!("CARGO_PKG_VERSION").into(),
-            protocol: PROTOCOL_VERSION,
-        }),
-        "stats" => reply(&disk.stats()),
-        "mm-stat" => reply(&MmStat {
-            mm_stat: disk.mm_stat(),
-        }),
-        "io-stat" => reply(&IoStat {
-            io_stat: disk.io_stat(),
-        }),
-        other => refusal(
-            "unknown-command",
-            &format!("{other:?} is none of version, stats, mm-stat, io-stat"),
-        ),
-    }
-}
-
-fn refusal(kind: &str, message: &str) -> Vec<u8> {
-    reply(&Refusal {
-        error: ErrorBody {
-            kind: kind.into(),
-            message: message.into(),
-        },
-    })
-}
-
-fn reply(message: &impl Serialize) -> Vec<u8> {
-    let mut line = serde_json::to_vec(message).expect("messages are plain structs of numbers and strings");
-    line.push(b'\n');
-    line
 }
 
 #[cfg(test)]

@@ -19,11 +19,12 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGXFSZ};
 use signal_hook::{flag, low_level};
 use tracing::info;
 use zram_core::{Codecs, CreateError, DecompressionContexts, LoadError, Options, Zram};
-use zram_vhost::{Device, DeviceConfig, Endpoint};
+use zram_vhost::{Device, DeviceConfig, Endpoint, ThreadKind, ThreadStart};
 
 use crate::config::{Config, EndpointConfig, Permissions, default_name};
 use crate::disk::Disk;
 use crate::logging::{self, Priority};
+use crate::sandbox::{Kind, Sandbox};
 use crate::socket::{self, Inherited, SocketFile};
 use crate::{announce, control, host};
 
@@ -90,7 +91,7 @@ impl Daemon {
         let signals =
             Signals::register().map_err(|error| Failure::new(format!("signals cannot be handled: {error}")))?;
         host::raise_descriptor_limit();
-        host::raise_file_size_limit();
+        host::check_file_size_limit(config.size_bytes).map_err(Failure::new)?;
 
         let codecs = codecs(config)?;
 
@@ -117,21 +118,36 @@ impl Daemon {
             codecs,
         })
         .map_err(|error| Failure::new(told(&error)))?;
-        let device = Device::start(zram.clone(), endpoint, device_config(config, &name)?)
+        if config.memory_lock {
+            host::lock_memory(&zram).map_err(Failure::new)?;
+        }
+        for hint in announce::hints(config) {
+            logging::say(Priority::Notice, &hint);
+        }
+        if let Some(warning) = host::memory_warning(config) {
+            logging::say(Priority::Warning, &warning);
+        }
+        let directories: Vec<PathBuf> = files.iter().map(SocketFile::directory).collect();
+        let sandbox = Sandbox::prepare(config.sandbox, &directories).map_err(|error| {
+            Failure::new(format!(
+                "no sandbox can be had: {error}; with --sandbox off there is none"
+            ))
+        })?;
+        let device = Device::start(zram.clone(), endpoint, device_config(config, &name, &sandbox)?)
             .map_err(|error| Failure::new(format!("the device cannot be started: {error}")))?;
         let device_ended = device.ended().try_clone_to_owned().map_err(Failure::new)?;
 
-        let disk = Disk::new(name.clone(), config.num_queues, config.read_only, zram)
+        let disk = Disk::new(name.clone(), config.num_queues, config.read_only, zram, &sandbox)
             .map_err(|error| Failure::new(format!("no thread for the disk: {error}")))?;
         let disk = Arc::new(disk);
         disk.attach(device);
         if let Some(listener) = control {
-            control::serve(listener, disk.clone()).map_err(|error| Failure::new(format!("--control-path: {error}")))?;
+            control::serve(listener, disk.clone(), sandbox.clone())
+                .map_err(|error| Failure::new(format!("--control-path: {error}")))?;
         }
 
-        for hint in announce::hints(config, host::memory_available()) {
-            logging::say(Priority::Notice, &hint);
-        }
+        sandbox.enter(Kind::Main);
+
         print(&announce::block(config, &name, path.as_deref()));
         notify(&[
             NotifyState::Ready,
@@ -290,9 +306,6 @@ fn codecs(config: &Config) -> Result<Arc<Codecs>, Failure> {
 
 fn told(error: &CreateError) -> String {
     match error {
-        CreateError::Map(cause) if cause.raw_os_error() == Some(Errno::FBIG.raw_os_error()) => {
-            host::file_size_limit_advice()
-        }
         CreateError::Map(cause) => format!("{error}: {cause}"),
         error => error.to_string(),
     }
@@ -311,7 +324,8 @@ fn name_of(config: &Config, path: Option<&std::path::Path>) -> String {
         .unwrap_or_else(|| "zram".into())
 }
 
-fn device_config(config: &Config, name: &str) -> Result<DeviceConfig, Failure> {
+fn device_config(config: &Config, name: &str, sandbox: &Sandbox) -> Result<DeviceConfig, Failure> {
+    let sandbox = sandbox.clone();
     Ok(DeviceConfig {
         name: name.into(),
         num_queues: config.num_queues,
@@ -323,6 +337,12 @@ fn device_config(config: &Config, name: &str) -> Result<DeviceConfig, Failure> {
         logical_block_size: config.logical_block_size,
         // A RAM disk keeps nothing by flushing; without the bit a guest sends no flushes.
         flush: false,
+        thread_start: ThreadStart::new(move |kind| {
+            sandbox.enter(match kind {
+                ThreadKind::Control => Kind::Device,
+                ThreadKind::Worker => Kind::Worker,
+            });
+        }),
     })
 }
 

@@ -7,7 +7,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use zram_core::{UpkeepThread, Zram};
 use zram_vhost::{Device, DeviceStatus, RequestCounts};
 
-use crate::protocol::{DiskStats, Frontend, Requests};
+use crate::protocol::{DiskStats, Frontend, Requests, SandboxStatus};
+use crate::sandbox::{Kind, Sandbox};
 
 /// A served disk.
 pub struct Disk {
@@ -17,19 +18,22 @@ pub struct Disk {
     zram: Arc<Zram>,
     /// Gives memory back as long as the disk is there.
     _upkeep: UpkeepThread,
+    sandbox: SandboxStatus,
     // Held for as long as a status takes to read, by control threads and at the end; no thread of the device takes it.
     device: Mutex<Option<Device>>,
 }
 
 impl Disk {
     /// A disk over `zram` that is not served yet.
-    pub fn new(name: String, num_queues: u16, read_only: bool, zram: Arc<Zram>) -> io::Result<Disk> {
+    pub fn new(name: String, num_queues: u16, read_only: bool, zram: Arc<Zram>, sandbox: &Sandbox) -> io::Result<Disk> {
+        let entered = sandbox.clone();
         Ok(Disk {
             name,
             num_queues,
             read_only,
-            _upkeep: zram.spawn_upkeep("zram-upkeep")?,
+            _upkeep: zram.spawn_upkeep_after("zram-upkeep", move || entered.enter(Kind::Upkeep))?,
             zram,
+            sandbox: sandbox.status().clone(),
             device: Mutex::new(None),
         })
     }
@@ -52,14 +56,9 @@ impl Disk {
         }
     }
 
-    /// zram's `mm_stat` line.
-    pub fn mm_stat(&self) -> String {
-        self.zram.stats().mm_stat()
-    }
-
-    /// zram's `io_stat` line.
-    pub fn io_stat(&self) -> String {
-        self.zram.stats().io_stat()
+    /// The store.
+    pub fn zram(&self) -> &Arc<Zram> {
+        &self.zram
     }
 
     /// All numbers.
@@ -110,6 +109,7 @@ impl Disk {
             refused_connections,
             failed_connections,
             requests: requests_of(requests),
+            sandbox: self.sandbox.clone(),
         }
     }
 }

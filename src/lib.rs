@@ -7,20 +7,26 @@
 //! - [`logging`]: where log lines go and what they look like
 //! - [`host`]: what the host must grant: descriptors, file size, memory
 //! - [`socket`]: sockets on paths (mode and group before they can be seen, stale ones replaced) and inherited ones
+//! - [`sandbox`]: what the daemon gives up before a frontend can come
 //! - [`daemon`]: builds the disk, serves it, ends
 //! - [`announce`]: the block that a start prints, and its hints
 //! - [`disk`]: the store and its device, as the threads of the daemon share them
-//! - [`control`]: answers on the control socket; [`protocol`] has its messages, which `vzramctl` shares
+//! - [`control`]: the control socket; [`command`]: what a request there is answered; [`protocol`] has the messages, which
+//!   `vzramctl` shares
+//! - [`picture`]: the arena as `vzramctl` shows it
 //! - [`size`]: bytes as people write and read them
 #![forbid(unsafe_code)]
 
 pub mod announce;
+pub mod command;
 pub mod config;
 pub mod control;
 pub mod daemon;
 pub mod disk;
 pub mod host;
 pub mod logging;
+pub mod picture;
 pub mod protocol;
+pub mod sandbox;
 pub mod size;
 pub mod socket;

@@ -2,6 +2,7 @@
 //! people who write clients.
 
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 
 /// Goes up when a client that knew the old messages would misread the new ones. New fields do not count.
 pub const PROTOCOL_VERSION: u32 = 1;
@@ -13,8 +14,14 @@ pub const REQUEST_BYTES_MAX: usize = 4096;
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Request {
-    /// `version`, `stats`, `mm-stat` or `io-stat`.
+    /// `version`, `stats`, `mm-stat`, `io-stat`, `arena`, `compact` or `set`.
     pub command: String,
+    /// The name of the disk that is meant. Without it, the daemon's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub disk: Option<String>,
+    /// For `set` only: new values by their keys.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub values: Option<Map<String, Value>>,
 }
 
 /// The answer to `version`.
@@ -40,6 +47,79 @@ pub struct IoStat {
     pub io_stat: String,
 }
 
+/// The answer to `set`: what is in force now. Sizes are in bytes.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Settings {
+    /// The disk's name.
+    pub name: String,
+    /// As in [`DiskStats`].
+    pub mem_limit: u64,
+    /// As in [`DiskStats`]. It may be more than a limit that was lowered.
+    pub mem_used_total: u64,
+    /// As in [`DiskStats`].
+    pub mem_used_max: u64,
+}
+
+/// The answer to `compact`, when all is done. Sizes are in bytes.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct CompactReport {
+    /// The disk's name.
+    pub name: String,
+    /// Objects that were moved.
+    pub objects_moved: u64,
+    /// OS pages that this gained.
+    pub pages_compacted: u64,
+    /// `mem_used_total` before.
+    pub mem_used_before: u64,
+    /// `mem_used_total` after. Guests go on writing meanwhile.
+    pub mem_used_total: u64,
+}
+
+/// The answer to `arena`: how the memory that holds the objects is used. Sizes are in bytes.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub struct Arena {
+    /// The disk's name.
+    pub name: String,
+    /// Size of a segment.
+    pub segment_bytes: u64,
+    /// Segments that hold objects.
+    pub segments_in_use: u64,
+    /// Empty segments that have not gone back to the host yet.
+    pub segments_empty: u64,
+    /// Segments by the share of them that objects take, in equal steps up to all of it.
+    pub live_shares: Vec<u64>,
+    /// Holes between objects by their length, shortest first.
+    pub holes: Vec<Holes>,
+    /// Who owns segments.
+    pub heaps: Vec<Heap>,
+    /// Heaps that were in use whenever they were looked at; their segments are missing above.
+    pub busy_heaps: u64,
+}
+
+/// Holes of similar length.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Holes {
+    /// The shortest of this class; all are less than twice as long.
+    pub bytes_min: u64,
+    /// Their number.
+    pub count: u64,
+    /// All their bytes.
+    pub bytes: u64,
+}
+
+/// What one heap owns.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Heap {
+    /// Its number.
+    pub heap: u64,
+    /// Its segments.
+    pub segments: u64,
+    /// Bytes of objects in them.
+    pub live_bytes: u64,
+    /// Bytes of holes in them.
+    pub hole_bytes: u64,
+}
+
 /// The answer to anything that cannot be answered.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Refusal {
@@ -50,7 +130,7 @@ pub struct Refusal {
 /// Why a request was refused.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct ErrorBody {
-    /// For programs: `bad-request`, `line-too-long`, `unknown-command` or `too-many-clients`.
+    /// For programs; docs/control.md has them all.
     pub kind: String,
     /// For people.
     pub message: String,
@@ -121,6 +201,20 @@ pub struct DiskStats {
     pub failed_connections: u64,
     /// What the guests asked.
     pub requests: Requests,
+    /// What the daemon has given up.
+    pub sandbox: SandboxStatus,
+}
+
+/// What the daemon has given up; see its `--sandbox` option.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SandboxStatus {
+    /// `off`, `log` or `kill`: what happens to a thread that makes a system call it should not make.
+    pub mode: String,
+    /// Whether system calls are looked at.
+    pub system_calls: bool,
+    /// Of what can be done to files, how much is denied, but for what the daemon needs: `all`, `some` where the kernel
+    /// does not know all of it, or `none`.
+    pub files: String,
 }
 
 /// The process at the other end.

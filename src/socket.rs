@@ -159,6 +159,16 @@ fn remove_dead(path: &Path, dead: Identity) -> Result<(), String> {
     ))
 }
 
+impl SocketFile {
+    /// Where it lies.
+    pub fn directory(&self) -> PathBuf {
+        match self.path.parent() {
+            Some(directory) if !directory.as_os_str().is_empty() => directory.into(),
+            _ => ".".into(),
+        }
+    }
+}
+
 impl Drop for SocketFile {
     fn drop(&mut self) {
         if Identity::at(&self.path) == Some(self.identity) {

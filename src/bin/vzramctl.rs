@@ -1,4 +1,4 @@
-//! `vzramctl`: asks a `vhost-user-zram` for its numbers and shows them as `zramctl` would.
+//! `vzramctl`: asks a `vhost-user-zram` for its numbers and shows them as `zramctl` would; changes settings while it runs.
 #![forbid(unsafe_code)]
 
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -13,16 +13,20 @@ use clap::error::ErrorKind;
 use clap::{Parser, Subcommand};
 use comfy_table::{CellAlignment, Table, presets};
 use serde::de::DeserializeOwned;
+use serde_json::Value;
 use vhost_user_zram::config::one_line;
-use vhost_user_zram::protocol::{DiskStats, IoStat, MmStat, Refusal, Request};
-use vhost_user_zram::size::human;
+use vhost_user_zram::picture;
+use vhost_user_zram::protocol::{Arena, CompactReport, DiskStats, IoStat, MmStat, Refusal, Request, Settings};
+use vhost_user_zram::size::{self, human};
 
 /// A daemon answers in microseconds; one that takes this long is stuck or stopped.
 const PATIENCE: Duration = Duration::from_secs(5);
+/// Compaction walks through the whole slot table, with pauses.
+const PATIENCE_COMPACT: Duration = Duration::from_secs(600);
 /// Far more than any answer has.
 const ANSWER_BYTES_MAX: u64 = 1 << 20;
 
-/// Shows what the disks of vhost-user-zram hold and what they cost
+/// Shows what the disks of vhost-user-zram hold and cost, and changes their settings
 #[derive(Parser)]
 #[command(name = "vzramctl", version, max_term_width = 80, after_help = SHORT_HELP, after_long_help = LONG_HELP)]
 struct Arguments {
@@ -42,8 +46,43 @@ struct Arguments {
     command: Option<Command>,
 }
 
-#[derive(Subcommand, Clone, Copy)]
+#[derive(Subcommand, Clone)]
 enum Command {
+    /// Change settings of a disk, at once and until its daemon ends
+    ///
+    /// mem-limit=SIZE: the most host memory the disk's data may take, 256K to 16T, or none. In bytes, or with a unit: K,
+    /// M, G, T or KiB, MiB, GiB, TiB, powers of 1024. A limit below what the disk holds takes nothing away: new pages are
+    /// refused until it holds less.
+    ///
+    /// mem-used-max=0: begin the maximum of mm-stat anew at what is held now.
+    ///
+    /// If one of several settings is wrong, none is changed.
+    Set {
+        /// The disk's name, as in column NAME
+        #[arg(value_name = "DISK")]
+        disk: String,
+        /// mem-limit=SIZE, mem-limit=none or mem-used-max=0
+        #[arg(value_name = "KEY=VALUE", required = true, value_parser = assignment)]
+        values: Vec<Assignment>,
+    },
+    /// Move a disk's objects together and give the host what that frees
+    ///
+    /// It is done when the command ends, after milliseconds to seconds, and holds up no guest. A disk does this by itself
+    /// where it pays; here it goes as far as can be.
+    Compact {
+        /// The disk's name, as in column NAME
+        #[arg(value_name = "DISK")]
+        disk: String,
+    },
+    /// Show how the memory of a disk's objects is used
+    ///
+    /// Objects lie in segments. Listed are the segments by the share of them that objects take, the holes between objects
+    /// by their length (up to twice the one shown), and the heaps that own the segments, those with most holes first.
+    Arena {
+        /// The disk's name, as in column NAME
+        #[arg(value_name = "DISK")]
+        disk: String,
+    },
     /// Print zram's mm_stat line
     ///
     /// orig_data_size, compr_data_size, mem_used_total, mem_limit, mem_used_max, same_pages, pages_compacted, huge_pages,
@@ -55,33 +94,57 @@ enum Command {
     IoStat,
 }
 
+impl Command {
+    /// The disk that is meant.
+    fn disk(&self) -> Option<&str> {
+        match self {
+            Command::Set { disk, .. } | Command::Compact { disk } | Command::Arena { disk } => Some(disk),
+            Command::MmStat | Command::IoStat => None,
+        }
+    }
+}
+
+/// A setting and its new value, as the daemon takes it.
+type Assignment = (String, Value);
+
+fn assignment(text: &str) -> Result<Assignment, String> {
+    let (key, value) = text
+        .split_once('=')
+        .ok_or("a setting is KEY=VALUE, such as mem-limit=1G")?;
+    let value = match value {
+        "none" => Value::Null,
+        value => size::parse(value)?.into(),
+    };
+    Ok((key.into(), value))
+}
+
 const SHORT_HELP: &str = "See --help for what the columns mean.";
 
 const LONG_HELP: &str = "\
 Columns:
   NAME       the disk's name: --serial, or the socket's file name
-  DISKSIZE   size as the guest sees it
+  SIZE       size as the guest sees it
   DATA       what is stored, uncompressed: pages in use times 4 KiB. A guest
              that frees memory does not tell at once, so it may use less
   COMPR      the same data as it is kept, compressed
   RATIO      DATA / COMPR, more is better; \"-\" when COMPR is 0
   TOTAL      host memory the disk holds now: what holds COMPR, with the room
              between its pieces, and the slot table
-  LIMIT      the most TOTAL may be, the slot table not counted; \"-\" when there is
-             no limit, 0 with --bytes
-  ALGORITHM  how data is compressed
-  QUEUES     virtqueues that a guest uses now
-  FRONTEND   process id of the connected VMM; \"-\" when none
+  LIMIT      the most TOTAL may be, the slot table not counted; \"-\" when there
+             is no limit, 0 with --bytes
+  ALGORITHM  how data is compressed; cut at 15 characters, with --bytes whole
+  VMM        process id of the connected frontend; \"-\" when none
 
 Sizes are rounded to powers of 1024: 1.5G is 1.5 GiB. The names in --json are
 orig_data_size for DATA, compr_data_size for COMPR, total_bytes for TOTAL and
-mem_limit for LIMIT. Numbers are read while guests go on writing.
+mem_limit for LIMIT; it has more. Numbers are read while guests go on writing.
 
 Exit codes:
   0  done
   1  the daemon refused, or its answer makes no sense
   2  the command line is wrong
-  6  a daemon cannot be reached, or does not answer within 5 seconds";
+  6  a daemon cannot be reached, or does not answer within 5 seconds
+     (compact: 10 minutes)";
 
 const EXIT_FAILURE: u8 = 1;
 const EXIT_USAGE: u8 = 2;
@@ -108,22 +171,26 @@ fn main() -> ExitCode {
 /// Asks every daemon, shows what came, and ends with the code of the first that failed.
 fn run(arguments: &Arguments) -> ExitCode {
     let mut exit_code = 0;
+    let mut fail = |failure: &Failure| {
+        complain(&failure.message);
+        exit_code = if exit_code == 0 { failure.exit_code } else { exit_code };
+    };
     let mut answers = Vec::new();
+    let mut others = Vec::new();
     for path in &arguments.control {
-        match ask(path, arguments.command) {
+        match ask(path, arguments.command.as_ref()) {
             Ok(answer) => answers.push(answer),
-            Err(failure) => {
-                complain(&format!("{}: {}", path.display(), failure.message));
-                exit_code = if exit_code == 0 { failure.exit_code } else { exit_code };
-            }
+            Err(failure) if failure.is_other_disk => others.push(failure),
+            Err(failure) => fail(&failure),
         }
+    }
+    // A disk that is asked for by name is behind one of the sockets, and not behind all others.
+    if answers.is_empty() {
+        others.iter().for_each(&mut fail);
     }
     match show(arguments, &answers) {
         Ok(text) => print(&text),
-        Err(failure) => {
-            complain(&failure.message);
-            exit_code = if exit_code == 0 { failure.exit_code } else { exit_code };
-        }
+        Err(failure) => fail(&failure),
     }
     ExitCode::from(exit_code)
 }
@@ -131,64 +198,90 @@ fn run(arguments: &Arguments) -> ExitCode {
 struct Failure {
     exit_code: u8,
     message: String,
+    /// The daemon has no disk of that name.
+    is_other_disk: bool,
 }
 
 impl Failure {
-    fn unreachable(error: &io::Error) -> Failure {
-        let message = match error.kind() {
-            io::ErrorKind::WouldBlock => "no answer within 5 seconds".into(),
-            _ => format!("no daemon can be reached there: {error}"),
-        };
+    fn new(exit_code: u8, message: String) -> Failure {
         Failure {
-            exit_code: EXIT_UNREACHABLE,
+            exit_code,
             message,
+            is_other_disk: false,
         }
     }
 
+    fn unreachable(error: &io::Error, patience: Duration) -> Failure {
+        let message = match error.kind() {
+            io::ErrorKind::WouldBlock => format!("no answer within {} seconds", patience.as_secs()),
+            _ => format!("no daemon can be reached there: {error}"),
+        };
+        Failure::new(EXIT_UNREACHABLE, message)
+    }
+
     fn senseless(error: &dyn std::fmt::Display) -> Failure {
+        Failure::new(EXIT_FAILURE, format!("the answer makes no sense: {error}"))
+    }
+
+    fn at(self, path: &Path) -> Failure {
         Failure {
-            exit_code: EXIT_FAILURE,
-            message: format!("the answer makes no sense: {error}"),
+            message: format!("{}: {}", path.display(), self.message),
+            ..self
         }
     }
 }
 
 /// One question, one line of answer.
-fn ask(path: &Path, command: Option<Command>) -> Result<String, Failure> {
-    let command = match command {
-        None => "stats",
-        Some(Command::MmStat) => "mm-stat",
-        Some(Command::IoStat) => "io-stat",
+fn ask(path: &Path, command: Option<&Command>) -> Result<String, Failure> {
+    let (name, patience) = match command {
+        None => ("stats", PATIENCE),
+        Some(Command::MmStat) => ("mm-stat", PATIENCE),
+        Some(Command::IoStat) => ("io-stat", PATIENCE),
+        Some(Command::Set { .. }) => ("set", PATIENCE),
+        Some(Command::Compact { .. }) => ("compact", PATIENCE_COMPACT),
+        Some(Command::Arena { .. }) => ("arena", PATIENCE),
     };
-    let answer = exchange_in_time(path, command).map_err(|error| Failure::unreachable(&error))?;
+    let request = Request {
+        command: name.into(),
+        disk: command.and_then(Command::disk).map(String::from),
+        values: match command {
+            Some(Command::Set { values, .. }) => Some(values.iter().cloned().collect()),
+            _ => None,
+        },
+    };
+    let answer = exchange_in_time(path, request, patience)
+        .map_err(|error| Failure::unreachable(&error, patience))
+        .and_then(understand);
+    answer.map_err(|failure| failure.at(path))
+}
+
+fn understand(answer: Vec<u8>) -> Result<String, Failure> {
     let answer = String::from_utf8(answer).map_err(|error| Failure::senseless(&error))?;
     if !answer.ends_with('\n') {
         return Err(Failure::senseless(&"it has no end"));
     }
     match serde_json::from_str::<Refusal>(&answer) {
-        Ok(refusal) => Err(Failure {
-            exit_code: EXIT_FAILURE,
-            message: format!("refused: {}", refusal.error.message),
+        Ok(Refusal { error }) => Err(Failure {
+            is_other_disk: error.kind == "unknown-disk",
+            ..Failure::new(EXIT_FAILURE, format!("refused: {}", error.message))
         }),
         Err(_) => Ok(answer),
     }
 }
 
 /// One deadline for all of it: connecting to a daemon with a full backlog waits for ever, and so does a byte now and then.
-fn exchange_in_time(path: &Path, command: &'static str) -> io::Result<Vec<u8>> {
+fn exchange_in_time(path: &Path, request: Request, patience: Duration) -> io::Result<Vec<u8>> {
     let path = path.to_owned();
     let (answers, answer) = mpsc::channel();
-    thread::spawn(move || answers.send(exchange(&path, command)));
+    thread::spawn(move || answers.send(exchange(&path, &request)));
     answer
-        .recv_timeout(PATIENCE)
+        .recv_timeout(patience)
         .unwrap_or_else(|_| Err(io::ErrorKind::WouldBlock.into()))
 }
 
-fn exchange(path: &Path, command: &str) -> io::Result<Vec<u8>> {
+fn exchange(path: &Path, request: &Request) -> io::Result<Vec<u8>> {
     let mut stream = UnixStream::connect(path)?;
-    let mut request = serde_json::to_vec(&Request {
-        command: command.into(),
-    })?;
+    let mut request = serde_json::to_vec(request)?;
     request.push(b'\n');
     // A daemon with too many clients says so and hangs up before it is asked: then the answer counts, not the question.
     let sent = stream.write_all(&request);
@@ -205,9 +298,12 @@ fn show(arguments: &Arguments, answers: &[String]) -> Result<String, Failure> {
     if arguments.json {
         return Ok(answers.concat());
     }
-    match arguments.command {
+    match &arguments.command {
         Some(Command::MmStat) => lines(answers, |stat: MmStat| stat.mm_stat),
         Some(Command::IoStat) => lines(answers, |stat: IoStat| stat.io_stat),
+        Some(Command::Set { .. }) => lines(answers, |settings| settings_line(&settings, arguments.bytes)),
+        Some(Command::Compact { .. }) => lines(answers, |report| compact_line(&report, arguments.bytes)),
+        Some(Command::Arena { .. }) => lines(answers, |arena: Arena| picture::arena(&arena)),
         None if answers.is_empty() => Ok(String::new()),
         None => {
             let disks = answers
@@ -227,23 +323,64 @@ fn read<T: DeserializeOwned>(answer: &str) -> Result<T, Failure> {
     serde_json::from_str(answer).map_err(|error| Failure::senseless(&error))
 }
 
-const COLUMNS: [&str; 10] = [
+fn settings_line(settings: &Settings, bytes: bool) -> String {
+    let Settings {
+        name,
+        mem_limit,
+        mem_used_total,
+        mem_used_max,
+    } = settings;
+    let size = |value| written(value, bytes);
+    let limit = if *mem_limit == 0 {
+        "none".into()
+    } else {
+        size(*mem_limit)
+    };
+    let held = size(*mem_used_total);
+    let more = match *mem_limit {
+        0 => "",
+        limit if limit < *mem_used_total => ", more than the limit: new pages are refused until it holds less",
+        _ => "",
+    };
+    format!(
+        "{name}: mem-limit={limit} mem-used-max={}, holds {held}{more}\n",
+        size(*mem_used_max)
+    )
+}
+
+fn compact_line(report: &CompactReport, bytes: bool) -> String {
+    let CompactReport {
+        name,
+        objects_moved,
+        pages_compacted,
+        mem_used_before,
+        mem_used_total,
+    } = report;
+    let size = |value| written(value, bytes);
+    let (before, after) = (size(*mem_used_before), size(*mem_used_total));
+    format!("{name}: {objects_moved} objects moved, {pages_compacted} pages gained; held {before}, holds {after}\n")
+}
+
+fn written(size: u64, bytes: bool) -> String {
+    if bytes { size.to_string() } else { human(size) }
+}
+
+const COLUMNS: [&str; 9] = [
     "NAME",
-    "DISKSIZE",
+    "SIZE",
     "DATA",
     "COMPR",
     "RATIO",
     "TOTAL",
     "LIMIT",
     "ALGORITHM",
-    "QUEUES",
-    "FRONTEND",
+    "VMM",
 ];
 /// Columns of text; all others are numbers and stand to the right.
 const TEXT_COLUMNS: [usize; 2] = [0, 7];
 
 fn table(disks: &[DiskStats], bytes: bool) -> String {
-    let size = |value: u64| if bytes { value.to_string() } else { human(value) };
+    let size = |value| written(value, bytes);
     let mut table = Table::new();
     table.load_style(presets::NOTHING).set_header(COLUMNS);
     for disk in disks {
@@ -259,8 +396,11 @@ fn table(disks: &[DiskStats], bytes: bool) -> String {
             } else {
                 size(disk.mem_limit)
             },
-            disk.algorithm.clone(),
-            disk.queues_running.to_string(),
+            if bytes {
+                disk.algorithm.clone()
+            } else {
+                cut(&disk.algorithm)
+            },
             disk.frontend
                 .as_ref()
                 .map_or("-".into(), |frontend| frontend.pid.to_string()),
@@ -276,10 +416,29 @@ fn table(disks: &[DiskStats], bytes: bool) -> String {
     format!("{}\n", table.trim_fmt())
 }
 
+/// What is left of 80 columns when all others are at their widest. Dictionaries have paths.
+const ALGORITHM_CHARS_MAX: usize = 15;
+
+fn cut(algorithm: &str) -> String {
+    match algorithm.char_indices().nth(ALGORITHM_CHARS_MAX) {
+        None => algorithm.into(),
+        Some(_) => algorithm
+            .chars()
+            .take(ALGORITHM_CHARS_MAX - 2)
+            .chain("..".chars())
+            .collect(),
+    }
+}
+
 fn ratio(disk: &DiskStats) -> String {
     match disk.compr_data_size {
         0 => "-".into(),
-        compressed => format!("{:.2}", disk.orig_data_size as f64 / compressed as f64),
+        // At most five characters.
+        compressed => match disk.orig_data_size as f64 / compressed as f64 {
+            ratio if ratio < 99.995 => format!("{ratio:.2}"),
+            ratio if ratio < 9999.5 => format!("{ratio:.0}"),
+            _ => ">9999".into(),
+        },
     }
 }
 

@@ -199,6 +199,10 @@ fn a_wrong_value_ends_with_one_line_that_names_the_flag_the_value_and_what_is_al
             &arguments("/run/z", &["--log-level", "loud"]),
             &["--log-level", "loud", "off, error, warn, info, debug, trace"],
         ),
+        (
+            &arguments("/run/z", &["--sandbox", "maybe"]),
+            &["--sandbox", "maybe", "off, log, kill"],
+        ),
         (&arguments("/run/z", &["--bogus"]), &["--bogus"]),
         (&arguments("/run/z", &["stray"]), &["stray"]),
         (&arguments("/run/z", &["--size", "1G"]), &["--size"]),
@@ -630,16 +634,70 @@ fn systemd_hears_that_it_is_ready_once_it_listens_and_why_it_failed() {
     );
 }
 
-#[test]
-fn a_file_size_limit_below_the_disk_is_named() {
+/// The daemon's one line when it is started by a shell that first runs `before`.
+fn refused_after(before: &str, wrapper: &[&str], more: &[&str]) -> String {
     let directory = tempdir().unwrap();
-    let mut command = Command::new("sh");
-    command.args(["-c", "ulimit -f 1024; exec \"$@\"", "sh", DAEMON]);
-    command.args(arguments(socket(directory.path()).to_str().unwrap(), &[]));
+    let script = format!("{before}; exec \"$@\"");
+    let line = [wrapper, &["sh", "-c", &script, "sh", DAEMON]].concat();
+    let mut command = Command::new(line[0]);
+    command.args(&line[1..]);
+    command.args(arguments(socket(directory.path()).to_str().unwrap(), more));
     let output = output(command);
     assert_eq!(output.status.code(), Some(1));
-    assert!(only_line(&output).contains("RLIMIT_FSIZE"), "{}", only_line(&output));
     assert!(!socket(directory.path()).exists());
+    only_line(&output)
+}
+
+#[test]
+fn a_file_size_limit_below_the_disk_is_named() {
+    let said = refused_after("ulimit -f 1024", &[], &[]); // blocks of 512 bytes
+    for part in ["RLIMIT_FSIZE", "is 512 KiB", "needs 320 MiB", "LimitFSIZE=infinity"] {
+        assert!(said.contains(part), "no {part:?} in: {said}");
+    }
+    // Nobody is told who may raise it.
+    let directory = tempdir().unwrap();
+    let mut command = Command::new("sh");
+    command.args(["-c", "ulimit -S -f 1024; exec \"$@\"", "sh", DAEMON]);
+    command.args(arguments(socket(directory.path()).to_str().unwrap(), &[]));
+    Daemon::spawn(command);
+}
+
+/// A process without CAP_IPC_LOCK, whoever we are.
+const MAY_NOT_LOCK: &[&str] = &["setpriv", "--bounding-set", "-ipc_lock", "--inh-caps", "-ipc_lock"];
+
+#[test]
+fn a_limit_of_locked_memory_below_the_disk_is_named_if_memory_is_to_be_locked() {
+    let wrapper = if geteuid().is_root() { MAY_NOT_LOCK } else { &[] };
+    let said = refused_after("ulimit -l 64", wrapper, &["--memory-lock"]); // KiB
+    for part in [
+        "RLIMIT_MEMLOCK",
+        "is 64 KiB",
+        "needs 320 MiB",
+        "LimitMEMLOCK=infinity",
+        "CAP_IPC_LOCK",
+    ] {
+        assert!(said.contains(part), "no {part:?} in: {said}");
+    }
+}
+
+/// Bytes of locked address space of the process.
+fn locked_bytes(pid: u32) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status.lines().find(|line| line.starts_with("VmLck:")).unwrap();
+    line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() << 10
+}
+
+#[test]
+fn memory_is_locked_if_and_only_if_asked_for() {
+    if !geteuid().is_root() {
+        return; // a plain user's limit is what it is
+    }
+    let directory = tempdir().unwrap();
+    let mut daemon = Daemon::start(directory.path(), &[]);
+    assert_eq!(locked_bytes(daemon.pid()), 0);
+    daemon.end(Signal::TERM);
+    let daemon = Daemon::start(directory.path(), &["--memory-lock"]);
+    assert!(locked_bytes(daemon.pid()) > 16 << 20);
 }
 
 #[test]

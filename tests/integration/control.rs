@@ -12,6 +12,7 @@ use serde_json::{Value, json};
 use tempfile::tempdir;
 use vhost_user_zram::control;
 use vhost_user_zram::disk::Disk;
+use vhost_user_zram::sandbox::{Mode, Sandbox};
 use zram_core::{Algorithm, Codecs, Options, Page, SlotIndex, Zram};
 
 use crate::program::{Daemon, PATIENCE, control as control_path, only_line, text, vzramctl, wait_for};
@@ -49,7 +50,7 @@ pub fn stats(directory: &Path) -> Value {
 }
 
 #[test]
-fn every_command_has_its_answer() {
+fn every_question_has_its_answer() {
     let directory = tempdir().unwrap();
     let _daemon = Daemon::start(
         directory.path(),
@@ -58,6 +59,7 @@ fn every_command_has_its_answer() {
     let mut client = Client::connect(directory.path());
     let version = client.ask(r#"{"command":"version"}"#);
     assert_eq!(version, json!({"version": env!("CARGO_PKG_VERSION"), "protocol": 1}));
+    assert_eq!(client.ask(r#"{"command":"version","disk":"disk"}"#), version);
     let stats = client.ask(r#" { "command" : "stats" } "#);
     for (key, value) in [
         ("name", json!("disk")),
@@ -116,6 +118,10 @@ fn what_is_wrong_is_answered_and_the_connection_goes_on() {
         (r#"{"command":7}"#, "bad-request"),
         (r#"{"command":"stats","more":1}"#, "bad-request"),
         ("{\"command\":\"st\u{0}ats\"}", "bad-request"),
+        (r#"{"command":"stats","values":{}}"#, "bad-request"),
+        (r#"{"command":"set"}"#, "bad-request"),
+        (r#"{"command":"set","values":[]}"#, "bad-request"),
+        (r#"{"command":"stats","disk":"other"}"#, "unknown-disk"),
         (r#"{"command":"reset"}"#, "unknown-command"),
         (r#"{"command":""}"#, "unknown-command"),
         (&long, "line-too-long"),
@@ -210,6 +216,170 @@ fn too_many_clients_are_turned_away_until_some_leave() {
     });
 }
 
+#[test]
+fn a_setting_that_is_wrong_changes_nothing() {
+    let directory = tempdir().unwrap();
+    let _daemon = Daemon::start(directory.path(), &["--mem-limit", "8M"]);
+    let mut client = Client::connect(directory.path());
+    for (values, kind, part) in [
+        (r#"{}"#, "bad-value", "mem-limit"),
+        (r#"{"mem-limti":1048576}"#, "unknown-key", "mem-limti"),
+        (r#"{"mem_limit":1048576}"#, "unknown-key", "mem-limit"),
+        (r#"{"mem-limit":0}"#, "bad-value", "256K to 16T, or none"),
+        (r#"{"mem-limit":262143}"#, "bad-value", "262143"),
+        (r#"{"mem-limit":17592186044417}"#, "bad-value", "256K to 16T"),
+        (r#"{"mem-limit":-1}"#, "bad-value", "-1"),
+        (r#"{"mem-limit":1e6}"#, "bad-value", "256K to 16T"),
+        (r#"{"mem-limit":18446744073709551616}"#, "bad-value", "256K to 16T"),
+        (r#"{"mem-limit":"1G"}"#, "bad-value", "number of bytes"),
+        (r#"{"mem-limit":true}"#, "bad-value", "number of bytes"),
+        (r#"{"mem-limit":[1048576]}"#, "bad-value", "number of bytes"),
+        (r#"{"mem-used-max":1}"#, "bad-value", "allowed is 0"),
+        (r#"{"mem-used-max":null}"#, "bad-value", "allowed is 0"),
+        (
+            r#"{"mem-limit":1048576,"mem-used-max":7}"#,
+            "bad-value",
+            "mem-used-max 7",
+        ),
+        (r#"{"mem-limit":1048576,"zz":1}"#, "unknown-key", "zz"),
+    ] {
+        let answer = client.ask(&format!("{{\"command\":\"set\",\"values\":{values}}}"));
+        assert_eq!(answer["error"]["kind"], kind, "{values}: {answer}");
+        let message = answer["error"]["message"].as_str().unwrap();
+        assert!(message.contains(part), "{values}: no {part:?} in: {message}");
+        assert_eq!(stats(directory.path())["mem_limit"], 8 << 20, "{values}");
+    }
+}
+
+#[test]
+fn settings_change_while_the_disk_is_served() {
+    let directory = tempdir().unwrap();
+    let disk = filled_disk(directory.path());
+    let held = disk.stats().mem_used_total;
+    let said = |values: &[&str]| {
+        let output = ctl(directory.path(), &[&["set", "filled"], values].concat());
+        assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+        text(&output.stdout)
+    };
+    let human = vhost_user_zram::size::human(held);
+    assert_eq!(
+        said(&["mem-limit=2GiB"]),
+        format!("filled: mem-limit=2G mem-used-max={human}, holds {human}\n")
+    );
+    assert_eq!(disk.stats().mem_limit, 2 << 30);
+    assert!(said(&["mem-limit=256k"]).contains("more than the limit: new pages are refused"));
+    assert_eq!(disk.stats().mem_limit, 256 << 10);
+    assert!(said(&["mem-limit=none", "mem-used-max=0"]).starts_with("filled: mem-limit=none "));
+    assert_eq!(disk.stats().mem_limit, 0);
+    // zram's mem_used_max: the most since it was set back.
+    disk.zram().worker().unwrap().discard(0..16384);
+    wait_for("memory comes back", || {
+        (disk.stats().mem_used_total < held).then_some(())
+    });
+    assert_eq!(disk.stats().mem_used_max, held);
+    let json: Value = serde_json::from_str(&said(&["mem-used-max=0", "--json"])).unwrap();
+    assert!(json["mem_used_max"].as_u64().unwrap() < held, "{json}");
+    assert_eq!((&json["name"], &json["mem_limit"]), (&json!("filled"), &json!(0)));
+}
+
+#[test]
+fn what_vzramctl_cannot_set_is_told_in_one_line() {
+    let directory = tempdir().unwrap();
+    let _daemon = Daemon::start(directory.path(), &[]);
+    for (words, code, part) in [
+        (&["set"][..], 2, "DISK"),
+        (&["set", "disk"], 2, "KEY=VALUE"),
+        (&["set", "disk", "mem-limit"], 2, "KEY=VALUE, such as mem-limit=1G"),
+        (&["set", "disk", "mem-limit=1GB"], 2, "K, M, G, T"),
+        (&["set", "disk", "mem-limit="], 2, "a size is a whole number"),
+        (&["set", "disk", "mem-limit=1K"], 1, "mem-limit 1024: allowed is"),
+        (&["set", "disk", "speed=1K"], 1, "\"speed\" cannot be set; mem-limit"),
+        (
+            &["set", "dusk", "mem-limit=1M"],
+            1,
+            "\"dusk\" is not here; the disk here is \"disk\"",
+        ),
+        (&["compact"], 2, "DISK"),
+        (&["compact", "dusk"], 1, "dusk"),
+        (&["arena"], 2, "DISK"),
+        (&["arena", "dusk"], 1, "dusk"),
+    ] {
+        let output = ctl(directory.path(), words);
+        assert_eq!(output.status.code(), Some(code), "{words:?}");
+        assert!(only_line(&output).contains(part), "{words:?}: {}", only_line(&output));
+        assert_eq!(text(&output.stdout), "", "{words:?}");
+    }
+    assert_eq!(stats(directory.path())["mem_limit"], 0);
+}
+
+#[test]
+fn a_disk_is_found_by_its_name_among_several() {
+    let (one, two) = (tempdir().unwrap(), tempdir().unwrap());
+    let _first = Daemon::start(one.path(), &["--serial", "first"]);
+    let _second = Daemon::start(two.path(), &["--serial", "second"]);
+    let paths = [control_path(one.path()), control_path(two.path())].map(|path| path.to_str().unwrap().to_string());
+    let run = |words: &[&str]| vzramctl([&["--control", &paths[0], "--control", &paths[1]], words].concat());
+    let output = run(&["set", "second", "mem-limit=1M"]);
+    assert_eq!(output.status.code(), Some(0));
+    assert_eq!(text(&output.stdout).lines().count(), 1);
+    assert_eq!(text(&output.stderr), "");
+    assert_eq!(
+        (&stats(one.path())["mem_limit"], &stats(two.path())["mem_limit"]),
+        (&json!(0), &json!(1 << 20))
+    );
+    let output = run(&["arena", "third"]);
+    assert_eq!(output.status.code(), Some(1));
+    let said = text(&output.stderr);
+    assert!(
+        said.contains("the disk here is \"first\"") && said.contains("the disk here is \"second\""),
+        "{said}"
+    );
+}
+
+#[test]
+fn the_arena_is_shown_as_text_and_as_json() {
+    let directory = tempdir().unwrap();
+    let disk = filled_disk(directory.path());
+    let json: Value = serde_json::from_slice(&ctl(directory.path(), &["arena", "filled", "--json"]).stdout).unwrap();
+    let number = |value: &Value| value.as_u64().unwrap();
+    let segment = number(&json["segment_bytes"]);
+    let sum = |list: &str, key: &str| -> u64 {
+        json[list]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|each| number(&each[key]))
+            .sum()
+    };
+    let in_use = number(&json["segments_in_use"]);
+    let held = in_use + number(&json["segments_empty"]);
+    assert_eq!(held * segment, disk.stats().mem_used_total);
+    assert_eq!(
+        json["live_shares"].as_array().unwrap().iter().map(number).sum::<u64>(),
+        in_use
+    );
+    assert_eq!(sum("heaps", "segments"), in_use);
+    assert_eq!(
+        sum("heaps", "live_bytes") + sum("heaps", "hole_bytes"),
+        in_use * segment
+    );
+    assert_eq!(sum("holes", "bytes"), sum("heaps", "hole_bytes"));
+    assert!(sum("heaps", "live_bytes") >= disk.stats().compr_data_size);
+    assert_eq!(json["busy_heaps"], 0);
+    let picture = text(&ctl(directory.path(), &["arena", "filled"]).stdout);
+    assert!(picture.starts_with("filled\n"), "{picture}");
+    for part in [
+        &format!("{in_use} segments of 64K in use"),
+        "LIVE SHARE",
+        "HOLES FROM",
+        "HEAP",
+        "###",
+    ] {
+        assert!(picture.contains(part), "no {part:?} in:\n{picture}");
+    }
+    assert!(picture.lines().all(|line| line.len() <= 80), "{picture}");
+}
+
 /// A control socket that answers each connection's first line with `answer`, as a daemon of another make might.
 fn impostor(directory: &Path, answer: &'static str) {
     let listener = UnixListener::bind(control_path(directory)).unwrap();
@@ -230,7 +400,7 @@ const BUSY: &str = concat!(
     r#""refused_writes":13,"contexts_own":14,"contexts_borrowed":15,"contexts_waited":16,"num_queues":64,"queues_running":4,"frontend":{"pid":1234567,"command":"qemu-system-x86"},"#,
     r#""connections_total":1,"refused_connections":0,"failed_connections":0,"requests":{"reads":1,"writes":2,"#,
     r#""flushes":0,"get_ids":0,"discards":0,"write_zeroes":0,"unsupported":0,"io_errors":0,"sectors_read":0,"#,
-    r#""sectors_written":0,"bad_chains":0,"broken_rings":0,"panics":0,"calls":0,"calls_lost":0},"new_field":1}"#,
+    r#""sectors_written":0,"bad_chains":0,"broken_rings":0,"panics":0,"calls":0,"calls_lost":0},"sandbox":{"mode":"kill","system_calls":true,"files":"all"},"new_field":1}"#,
     "\n"
 );
 
@@ -247,10 +417,39 @@ fn the_table_fits_80_columns_and_says_what_it_should() {
     assert_eq!(output.status.code(), Some(0));
     assert_eq!(
         text(&output.stdout),
-        "NAME        DISKSIZE DATA COMPR RATIO TOTAL LIMIT ALGORITHM     QUEUES FRONTEND\n\
-         build-cache       4G 1.3G  400M  3.25  415M    1G zstd(level=3)      4  1234567\n"
+        "NAME        SIZE DATA COMPR RATIO TOTAL LIMIT ALGORITHM         VMM\n\
+         build-cache   4G 1.3G  400M  3.25  415M    1G zstd(level=3) 1234567\n"
     );
-    assert!(text(&output.stdout).lines().all(|line| line.len() <= 80));
+}
+
+#[test]
+fn the_widest_table_fits_80_columns() {
+    let directory = tempdir().unwrap();
+    let mut disk: Value = serde_json::from_str(BUSY).unwrap();
+    disk["name"] = "n".repeat(20).into();
+    for key in ["disksize", "orig_data_size", "total_bytes", "mem_limit"] {
+        disk[key] = ((1023u64 << 20) + (1 << 10)).into();
+    }
+    let algorithms = [
+        ("zstd(level=22)", "zstd(level=22)"),
+        ("lz4hc(level=12)", "lz4hc(level=12)"),
+        ("deflate(level=9)", "deflate(level.."),
+        ("zstd(level=3,dict=/a/b)", "zstd(level=3,.."),
+        ("lz4", "lz4"),
+    ];
+    let sizes = [1u64, 1 << 15, 1 << 20, 1 << 23, 1023 << 20];
+    for (compressed, (algorithm, shown)) in sizes.into_iter().zip(algorithms) {
+        disk["compr_data_size"] = compressed.into();
+        disk["algorithm"] = algorithm.into();
+        let directory = directory.path().join(compressed.to_string());
+        std::fs::create_dir(&directory).unwrap();
+        impostor(&directory, Box::leak(format!("{disk}\n").into_boxed_str()));
+        let table = text(&ctl(&directory, &[]).stdout);
+        assert_eq!(table.lines().count(), 2);
+        assert!(table.lines().all(|line| line.len() <= 80), "{table}");
+        assert!(table.contains(&format!(" {shown} ")), "{table}");
+        assert!(text(&ctl(&directory, &["--bytes"]).stdout).contains(algorithm));
+    }
 }
 
 /// The table as (column, value) pairs.
@@ -270,16 +469,15 @@ fn assert_table_is_json(table: &str, stats: &Value) {
     };
     let expected = [
         ("NAME", stats["name"].as_str().unwrap().to_string()),
-        ("DISKSIZE", number("disksize").to_string()),
+        ("SIZE", number("disksize").to_string()),
         ("DATA", number("orig_data_size").to_string()),
         ("COMPR", number("compr_data_size").to_string()),
         ("RATIO", ratio),
         ("TOTAL", number("total_bytes").to_string()),
         ("LIMIT", number("mem_limit").to_string()),
         ("ALGORITHM", stats["algorithm"].as_str().unwrap().to_string()),
-        ("QUEUES", number("queues_running").to_string()),
         (
-            "FRONTEND",
+            "VMM",
             stats["frontend"]["pid"]
                 .as_i64()
                 .map_or("-".into(), |pid| pid.to_string()),
@@ -330,8 +528,11 @@ fn filled_disk(directory: &Path) -> Arc<Disk> {
     }
     worker.discard(0..10);
     worker.end_batch();
-    let disk = Arc::new(Disk::new("filled".into(), 64, false, zram.clone()).unwrap());
-    control::serve(UnixListener::bind(control_path(directory)).unwrap(), disk.clone()).unwrap();
+    let no_sandbox = Sandbox::prepare(Mode::Off, &[]).unwrap();
+    let disk = Disk::new("filled".into(), 64, false, zram.clone(), &no_sandbox).unwrap();
+    let disk = Arc::new(disk);
+    let listener = UnixListener::bind(control_path(directory)).unwrap();
+    control::serve(listener, disk.clone(), no_sandbox).unwrap();
     disk
 }
 
@@ -343,7 +544,10 @@ fn a_disk_with_data_shows_the_same_numbers_everywhere() {
     let json = text(&ctl(directory.path(), &["--json"]).stdout);
     let stats: Value = serde_json::from_str(&json).unwrap();
     assert_table_is_json(&table, &stats);
-    assert_eq!(text(&ctl(directory.path(), &["mm-stat"]).stdout), disk.mm_stat());
+    assert_eq!(
+        text(&ctl(directory.path(), &["mm-stat"]).stdout),
+        disk.zram().stats().mm_stat()
+    );
     for key in [
         "orig_data_size",
         "compr_data_size",
@@ -370,11 +574,11 @@ fn a_new_disk_has_a_table_too() {
     assert_table_is_json(&table, &serde_json::from_str(&json).unwrap());
     let human = cells(&text(&ctl(directory.path(), &[]).stdout));
     for (column, value) in [
-        ("DISKSIZE", "16M"),
+        ("SIZE", "16M"),
         ("DATA", "0B"),
         ("RATIO", "-"),
         ("LIMIT", "-"),
-        ("FRONTEND", "-"),
+        ("VMM", "-"),
     ] {
         assert!(
             human.contains(&(column.to_string(), value.to_string())),

@@ -1,7 +1,7 @@
 //! The daemon and its tool from outside: every test starts the real binaries.
 //!
 //! As people and programs meet them: `program` runs them; `cli` (arguments, sockets, signals, exit codes), `control` (the
-//! control socket and vzramctl).
+//! control socket and vzramctl), `sandbox` (what the daemon gives up).
 //!
 //! As frontends see it: `support` starts backends and watches their process, `raw` is a frontend that can say anything a
 //! guest can, right or wrong. `protocol` (negotiation, rings and connections coming and going), `data` (requests and their
@@ -22,4 +22,5 @@ mod memory;
 mod program;
 mod protocol;
 mod raw;
+mod sandbox;
 mod support;

@@ -83,3 +83,67 @@ fn memory_comes_back_when_the_guest_leaves_right_after_a_discard() {
     drop((queue, guest));
     assert_comes_back(&backend);
 }
+
+/// vzramctl's answer, as JSON.
+fn ctl(backend: &Backend, words: &[&str]) -> serde_json::Value {
+    let control = backend.control();
+    let options = ["--json", "--control", control.to_str().unwrap()];
+    let output = crate::program::vzramctl([&options, words].concat());
+    assert!(output.status.success(), "{output:?}");
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+#[test]
+fn a_limit_that_is_raised_while_a_guest_is_at_it_lets_it_go_on() {
+    let backend = Backend::daemon("64M", &["--mem-limit", "4M"]);
+    let mut guest = Guest::new(backend.connect());
+    let mut queue = guest.queue(0, 128);
+    let noise = Dice::new().bytes(PAGE);
+    let refused = (0..2048).find(|page| queue.run(&Request::write(page * 8, &noise)).status != 0);
+    let page = refused.expect("4 MiB of 8 MiB of noise do not fit");
+    assert_eq!(ctl(&backend, &["set", "disk", "mem-limit=16M"])["mem_limit"], 16 << 20);
+    for page in page..2048 {
+        queue.write(page * 8, &noise);
+    }
+    // Lowered below what is held, it takes nothing away, and new pages are refused at once.
+    let answer = ctl(&backend, &["set", "disk", "mem-limit=4M"]);
+    assert!(answer["mem_used_total"].as_u64().unwrap() >= 8 << 20, "{answer}");
+    assert_eq!(queue.run(&Request::write(4096 * 8, &noise)).status, 1);
+    assert_eq!(queue.read(2047 * 8, PAGE), noise);
+    assert_eq!(ctl(&backend, &["set", "disk", "mem-limit=none"])["mem_limit"], 0);
+    queue.write(4096 * 8, &noise);
+}
+
+#[test]
+fn compaction_leaves_little_room_between_objects_and_all_content() {
+    let backend = Backend::daemon("64M", &[]);
+    let mut guest = Guest::new(backend.connect());
+    let mut queue = guest.queue(0, 128);
+    let mut dice = Dice::new();
+    // Objects of many lengths, a fifth of which stay.
+    let contents: Vec<Vec<u8>> = (0..4096u64)
+        .map(|page| {
+            let mut content = dice.bytes(PAGE);
+            content[dice.below(PAGE as u64) as usize..].fill(0);
+            queue.write(page * 8, &content);
+            content
+        })
+        .collect();
+    let stays = |page: usize| page.is_multiple_of(5);
+    for page in (0..contents.len()).filter(|&page| !stays(page)) {
+        assert_eq!(queue.run(&Request::discard(&[range(page as u64 * 8, 8)])).status, 0);
+    }
+    let answer = ctl(&backend, &["compact", "disk"]);
+    let stats = backend.stats();
+    let (held, stored) = (mem_used_total(&backend), stats["compr_data_size"].as_u64().unwrap());
+    assert!(held * 10 <= stored * 12, "{held} bytes for {stored}: {answer}");
+    // The daemon may have done part of it by itself before.
+    assert!(stats["pages_compacted"].as_u64().unwrap() > 0, "{stats}");
+    assert!(
+        answer["mem_used_total"].as_u64() <= answer["mem_used_before"].as_u64(),
+        "{answer}"
+    );
+    for (page, content) in contents.iter().enumerate().filter(|&(page, _)| stays(page)) {
+        assert_eq!(&queue.read(page as u64 * 8, PAGE), content, "page {page}");
+    }
+}

@@ -120,13 +120,17 @@ impl Backend {
         self.dir.path().join("disk.sock")
     }
 
+    pub fn control(&self) -> PathBuf {
+        self.dir.path().join("control.sock")
+    }
+
     pub fn connect(&self) -> UnixStream {
         UnixStream::connect(self.socket()).unwrap()
     }
 
     /// What the control socket says of the disk.
     pub fn stats(&self) -> serde_json::Value {
-        let mut stream = UnixStream::connect(self.dir.path().join("control.sock")).unwrap();
+        let mut stream = UnixStream::connect(self.control()).unwrap();
         stream.write_all(b"{\"command\":\"stats\"}\n").unwrap();
         let mut line = String::new();
         BufReader::new(stream).read_line(&mut line).unwrap();
@@ -166,7 +170,8 @@ impl Backend {
     }
 
     pub fn fd_count(&self) -> usize {
-        fs::read_dir(self.proc("fd")).unwrap().count()
+        let listed = fs::read_dir(self.proc("fd"));
+        listed.expect("root can look, for the daemon is not dumpable").count()
     }
 
     pub fn thread_count(&self) -> usize {

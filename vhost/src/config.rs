@@ -59,6 +59,38 @@ impl fmt::Debug for Serial {
 #[error("a serial is 1 to 20 printable ASCII characters without spaces")]
 pub struct SerialError;
 
+/// A kind of thread that a device has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ThreadKind {
+    /// Accepts frontends and speaks with them; starts the workers.
+    Control,
+    /// Serves a virtqueue.
+    Worker,
+}
+
+/// What each thread of a device does first; nothing by default.
+#[derive(Clone, Default)]
+pub struct ThreadStart(Option<Arc<dyn Fn(ThreadKind) + Send + Sync>>);
+
+impl ThreadStart {
+    /// Calls `first` on each thread, before it does anything else.
+    pub fn new(first: impl Fn(ThreadKind) + Send + Sync + 'static) -> ThreadStart {
+        ThreadStart(Some(Arc::new(first)))
+    }
+
+    pub(crate) fn run(&self, kind: ThreadKind) {
+        if let Some(first) = &self.0 {
+            first(kind);
+        }
+    }
+}
+
+impl fmt::Debug for ThreadStart {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("ThreadStart")
+    }
+}
+
 /// What a device is to be.
 #[derive(Debug, Clone)]
 pub struct DeviceConfig {
@@ -76,6 +108,8 @@ pub struct DeviceConfig {
     pub logical_block_size: u32,
     /// Offer VIRTIO_BLK_F_FLUSH (a flush does nothing: a RAM disk keeps nothing by flushing).
     pub flush: bool,
+    /// For who gives up rights that threads do not need.
+    pub thread_start: ThreadStart,
 }
 
 /// A device's unchanging facts.
@@ -140,6 +174,7 @@ pub(crate) mod tests {
             serial: "serial-0".parse().unwrap(),
             logical_block_size: 4096,
             flush: false,
+            thread_start: ThreadStart::default(),
         }
     }
 

@@ -24,7 +24,7 @@ use vhost::vhost_user::{BackendReqHandler, Error};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use zram_core::Zram;
 
-use crate::config::{DeviceConfig, Disk};
+use crate::config::{DeviceConfig, Disk, ThreadKind};
 use crate::counters::{DeviceStatus, Frontend, LogLimit, QueueCounters, RequestCounts};
 use crate::handler::Session;
 use crate::poller::Poller;
@@ -98,6 +98,7 @@ impl Device {
         let ends = ended.try_clone()?;
         let name = worker::thread_name(shared.disk.name(), None);
         let thread = thread::Builder::new().name(name).spawn(move || {
+            control.shared.disk.config.thread_start.run(ThreadKind::Control);
             control.run();
             // The counter is 0, so this cannot fail.
             let _ = rustix::io::write(&ends, &1u64.to_ne_bytes());

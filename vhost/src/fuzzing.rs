@@ -70,6 +70,7 @@ fn shared(options: u8) -> Shared {
         serial: "fuzz".parse().expect("a serial"),
         logical_block_size: 4096,
         flush: options & 8 != 0,
+        thread_start: Default::default(),
     };
     Shared {
         disk: Disk::new(zram.expect("a small disk"), config).expect("a right config"),

@@ -39,6 +39,8 @@ mod ring;
 mod vring;
 mod worker;
 
-pub use config::{DeviceConfig, QUEUE_SIZE_DEFAULT, QUEUE_SIZE_MAX, QUEUES_MAX, Serial, SerialError};
+pub use config::{
+    DeviceConfig, QUEUE_SIZE_DEFAULT, QUEUE_SIZE_MAX, QUEUES_MAX, Serial, SerialError, ThreadKind, ThreadStart,
+};
 pub use counters::{DeviceStatus, Frontend, RequestCounts};
 pub use device::{Device, Endpoint};

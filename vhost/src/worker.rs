@@ -22,7 +22,7 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use zram_core::Page;
 
-use crate::config::Disk;
+use crate::config::{Disk, ThreadKind};
 use crate::counters::{LogLimit, QueueCounters};
 use crate::execute::{Execution, Store};
 use crate::poller::Poller;
@@ -173,7 +173,10 @@ pub(crate) fn start(parts: Parts) -> io::Result<RunningWorker> {
         stop: stop.clone(),
         poller,
     };
-    let thread = thread::Builder::new().name(name).spawn(move || worker.run())?;
+    let thread = thread::Builder::new().name(name).spawn(move || {
+        worker.queue.shared.disk.config.thread_start.run(ThreadKind::Worker);
+        worker.run()
+    })?;
     Ok(RunningWorker { stop, thread })
 }
 

@@ -25,7 +25,8 @@ const HEAD_SIZE: u64 = OS_PAGE_SIZE as u64;
 /// A memfd that is made shorter under a mapping kills who touches it.
 const SEALS: SealFlags = SealFlags::SHRINK;
 
-fn file_len(len: usize) -> u64 {
+/// Length of the memfd behind a mapping of `len` bytes.
+pub(crate) fn file_len(len: usize) -> u64 {
     HEAD_SIZE + len as u64
 }
 

@@ -81,11 +81,21 @@ impl Drop for UpkeepThread {
 impl Zram {
     /// Starts the thread that keeps this store up: one is enough. Without it empty segments keep their memory.
     pub fn spawn_upkeep(self: &Arc<Self>, name: &str) -> io::Result<UpkeepThread> {
+        self.spawn_upkeep_after(name, || {})
+    }
+
+    /// The same with a thread that first calls `first`.
+    pub fn spawn_upkeep_after(
+        self: &Arc<Self>,
+        name: &str,
+        first: impl FnOnce() + Send + 'static,
+    ) -> io::Result<UpkeepThread> {
         let stop = Arc::new(AtomicBool::new(false));
         let (zram, stopped) = (Arc::clone(self), Arc::clone(&stop));
-        let thread = std::thread::Builder::new()
-            .name(name.into())
-            .spawn(move || zram.keep_up(&stopped))?;
+        let thread = std::thread::Builder::new().name(name.into()).spawn(move || {
+            first();
+            zram.keep_up(&stopped)
+        })?;
         *self.sleeper.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread.thread().clone());
         Ok(UpkeepThread {
             stop,

@@ -18,6 +18,7 @@ use crate::head::{Head, Part};
 use crate::idle::{self, IdleMark};
 use crate::page::{PAGE_SIZE, Page};
 use crate::pause::{Step, reach};
+use crate::region::file_len;
 use crate::slot::{Handle, Slot};
 use crate::stats::{self, Cells, IoCounters, Stats};
 use crate::sync::CachePadded;
@@ -215,6 +216,14 @@ impl Zram {
     pub fn lock_memory(&self) -> io::Result<()> {
         self.table.mapping().lock()?;
         self.arena.mapping().lock()
+    }
+
+    /// Length of the longer of the two memory files of a disk of `size_bytes`, most of it without memory: what
+    /// RLIMIT_FSIZE has to allow.
+    pub fn memory_file_bytes(size_bytes: u64) -> u64 {
+        let pages = size_bytes.div_ceil(PAGE_SIZE as u64);
+        let table = pages * size_of::<u64>() as u64;
+        file_len(Arena::address_space(pages).max(table) as usize)
     }
 
     /// Bytes of address space for slot table and arena, most of it without memory.

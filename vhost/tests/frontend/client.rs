@@ -81,6 +81,7 @@ impl Rig {
             serial: "story-serial".parse().unwrap(),
             logical_block_size: 4096,
             flush: false,
+            thread_start: Default::default(),
         };
         change(&mut config);
         let directory = tempfile::tempdir().unwrap();

@@ -757,6 +757,7 @@ fn an_inherited_connection_ends_the_device() {
         serial: "x".parse().unwrap(),
         logical_block_size: 512,
         flush: true,
+        thread_start: Default::default(),
     };
     let device = Device::start(zram, Endpoint::Stream(theirs), config).unwrap();
     let mut client = Client::on(ours);

@@ -1,0 +1,204 @@
+//! What a request on the control socket is answered: one line in, one line out. A request that changes something is
+//! checked whole before anything changes. Nothing here waits for I/O; `compact` works for milliseconds to seconds on its
+//! client's thread.
+
+use serde::Serialize;
+use serde_json::Value;
+use zram_core::{ArenaReport, Compacted, DISK_BYTES_MAX, HeapReport, HoleClass, MEM_LIMIT_MIN};
+
+use crate::disk::Disk;
+use crate::protocol::{
+    Arena, CompactReport, ErrorBody, Heap, Holes, IoStat, MmStat, PROTOCOL_VERSION, Refusal, Request, Settings, Version,
+};
+
+/// The answer to one line.
+pub fn answer(line: &[u8], disk: &Disk) -> Vec<u8> {
+    parse(line, disk)
+        .and_then(|request| respond(&request, disk))
+        .unwrap_or_else(|error| reply(&Refusal { error }))
+}
+
+/// The answer to what cannot be answered.
+pub fn refusal(kind: &str, message: &str) -> Vec<u8> {
+    reply(&Refusal {
+        error: error(kind, message),
+    })
+}
+
+fn parse(line: &[u8], disk: &Disk) -> Result<Request, ErrorBody> {
+    let request: Request = serde_json::from_slice(line).map_err(|cause| {
+        let wanted = r#"{"command":"NAME"}, with "disk" and "values" where they belong"#;
+        error("bad-request", &format!("not {wanted}: {cause}"))
+    })?;
+    if let Some(name) = request.disk.as_deref().filter(|&name| name != disk.name()) {
+        return Err(error(
+            "unknown-disk",
+            &format!("{name:?} is not here; the disk here is {:?}", disk.name()),
+        ));
+    }
+    if request.values.is_some() != (request.command == "set") {
+        return Err(error(
+            "bad-request",
+            "\"values\" go with the command \"set\", and only with it",
+        ));
+    }
+    Ok(request)
+}
+
+fn respond(request: &Request, disk: &Disk) -> Result<Vec<u8>, ErrorBody> {
+    Ok(match request.command.as_str() {
+        "version" => reply(&Version {
+            version: env!("CARGO_PKG_VERSION").into(),
+            protocol: PROTOCOL_VERSION,
+        }),
+        "stats" => reply(&disk.stats()),
+        "mm-stat" => reply(&MmStat {
+            mm_stat: disk.zram().stats().mm_stat(),
+        }),
+        "io-stat" => reply(&IoStat {
+            io_stat: disk.zram().stats().io_stat(),
+        }),
+        "arena" => reply(&arena(disk)),
+        "compact" => reply(&compact(disk)),
+        "set" => {
+            let values = request.values.iter().flatten();
+            let changes = values
+                .map(|(key, value)| Change::new(key, value))
+                .collect::<Result<Vec<_>, _>>()?;
+            if changes.is_empty() {
+                return Err(error("bad-value", &format!("nothing to set: {KEYS}")));
+            }
+            changes.into_iter().try_for_each(|change| change.apply(disk))?;
+            reply(&settings(disk))
+        }
+        other => {
+            let known = "version, stats, mm-stat, io-stat, arena, compact, set";
+            return Err(error("unknown-command", &format!("{other:?} is none of {known}")));
+        }
+    })
+}
+
+const KEYS: &str = "mem-limit (bytes, null for none) and mem-used-max (0 begins it anew) can be set";
+
+/// One valid change of a setting.
+enum Change {
+    MemLimit(Option<u64>),
+    ResetMemUsedMax,
+}
+
+impl Change {
+    fn new(key: &str, value: &Value) -> Result<Change, ErrorBody> {
+        let wrong = |allowed: &str| Err(error("bad-value", &format!("{key} {value}: {allowed}")));
+        match key {
+            "mem-limit" => match (value, value.as_u64()) {
+                (Value::Null, _) => Ok(Change::MemLimit(None)),
+                (_, Some(bytes)) if (MEM_LIMIT_MIN..=DISK_BYTES_MAX).contains(&bytes) => {
+                    Ok(Change::MemLimit(Some(bytes)))
+                }
+                _ => wrong("allowed is a number of bytes, 256K to 16T, or none (null)"),
+            },
+            "mem-used-max" if value.as_u64() == Some(0) => Ok(Change::ResetMemUsedMax),
+            "mem-used-max" => wrong("allowed is 0, which begins it anew at what is held now"),
+            _ => Err(error("unknown-key", &format!("{key:?} cannot be set; {KEYS}"))),
+        }
+    }
+
+    fn apply(self, disk: &Disk) -> Result<(), ErrorBody> {
+        let zram = disk.zram();
+        match self {
+            Change::MemLimit(bytes) => {
+                zram.set_mem_limit(bytes)
+                    .map_err(|cause| error("bad-value", &cause.to_string()))?;
+                let limit = bytes.map_or("none".into(), |bytes| bytes.to_string());
+                tracing::info!(disk = disk.name(), "mem-limit is {limit} now");
+            }
+            Change::ResetMemUsedMax => zram.reset_mem_used_max(),
+        }
+        Ok(())
+    }
+}
+
+fn settings(disk: &Disk) -> Settings {
+    let stats = disk.zram().stats();
+    Settings {
+        name: disk.name().into(),
+        mem_limit: stats.mem_limit,
+        mem_used_total: stats.mem_used_total,
+        mem_used_max: stats.mem_used_max,
+    }
+}
+
+fn compact(disk: &Disk) -> CompactReport {
+    let zram = disk.zram();
+    let mem_used_before = zram.stats().mem_used_total;
+    let Compacted {
+        objects_moved,
+        pages_compacted,
+    } = zram.compact();
+    CompactReport {
+        name: disk.name().into(),
+        objects_moved,
+        pages_compacted,
+        mem_used_before,
+        mem_used_total: zram.stats().mem_used_total,
+    }
+}
+
+fn arena(disk: &Disk) -> Arena {
+    let ArenaReport {
+        segment_bytes,
+        segments_in_use,
+        segments_empty,
+        live_shares,
+        holes,
+        heaps,
+        busy_heaps,
+    } = disk.zram().arena_report();
+    let holes = holes.into_iter().map(
+        |HoleClass {
+             bytes_min,
+             count,
+             bytes,
+         }| Holes {
+            bytes_min,
+            count,
+            bytes,
+        },
+    );
+    let heaps = heaps.into_iter().map(
+        |HeapReport {
+             heap,
+             segments,
+             live_bytes,
+             hole_bytes,
+         }| Heap {
+            heap: heap as u64,
+            segments,
+            live_bytes,
+            hole_bytes,
+        },
+    );
+    Arena {
+        name: disk.name().into(),
+        segment_bytes,
+        segments_in_use,
+        segments_empty,
+        live_shares: live_shares.into(),
+        holes: holes.collect(),
+        heaps: heaps.collect(),
+        busy_heaps,
+    }
+}
+
+fn error(kind: &str, message: &str) -> ErrorBody {
+    ErrorBody {
+        kind: kind.into(),
+        message: message.into(),
+    }
+}
+
+fn reply(message: &impl Serialize) -> Vec<u8> {
+    let mut line = serde_json::to_vec(message).expect("messages are plain structs of numbers and strings");
+    line.push(b'\n');
+    line
+}
