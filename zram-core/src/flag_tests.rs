@@ -115,6 +115,9 @@ fn content(is_huge: bool) -> Box<Page> {
         let noise = (random >> 56) as u8;
         if is_huge { noise } else { noise % 16 }
     });
+    if !is_huge {
+        page[PAGE_SIZE / 2..].fill(0);
+    }
     page
 }
 
