@@ -29,14 +29,19 @@ fn mem_used_total(backend: &Backend) -> u64 {
     backend.stats()["mem_used_total"].as_u64().unwrap()
 }
 
+/// The daemon's memory files of this name, as the kernel has them.
+fn memory_files(backend: &Backend, name: &str) -> Vec<fs::Metadata> {
+    let fds = fs::read_dir(format!("/proc/{}/fd", backend.pid()));
+    fds.expect("root can look, for the daemon is not dumpable")
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| fs::read_link(path).is_ok_and(|target| target.to_string_lossy().contains(name)))
+        .map(|path| fs::metadata(path).unwrap())
+        .collect()
+}
+
 /// Bytes that the kernel has behind the arena's memory file, its head not counted.
 fn arena_bytes(backend: &Backend) -> u64 {
-    let fds = format!("/proc/{}/fd", backend.pid());
-    let arena = fs::read_dir(fds)
-        .unwrap()
-        .map(|entry| entry.unwrap().path())
-        .find(|path| fs::read_link(path).is_ok_and(|target| target.to_string_lossy().contains("zram-arena")));
-    fs::metadata(arena.unwrap()).unwrap().blocks() * 512 - HEAD
+    memory_files(backend, "zram-arena")[0].blocks() * 512 - HEAD
 }
 
 /// Bytes of the arena's mapping that are in the daemon's resident set.
@@ -45,6 +50,16 @@ fn arena_rss(backend: &Backend) -> u64 {
     let mut lines = smaps.lines().skip_while(|line| !line.contains("zram-arena"));
     let rss = lines.find_map(|line| line.strip_prefix("Rss:")).unwrap();
     rss.trim().strip_suffix(" kB").unwrap().parse::<u64>().unwrap() * 1024
+}
+
+#[test]
+fn the_limit_of_file_sizes_is_compared_with_the_longest_file() {
+    for (size, bytes) in [("4K", 4 << 10), ("64M", 64 << 20), ("1T", 1 << 40)] {
+        let backend = Backend::daemon(size, &[]);
+        let files = memory_files(&backend, "memfd:zram-");
+        let longest = files.iter().map(fs::Metadata::len).max().unwrap();
+        assert_eq!(longest, zram_core::Zram::memory_file_bytes(bytes), "{size}");
+    }
 }
 
 fn assert_comes_back(backend: &Backend) {
