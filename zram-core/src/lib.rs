@@ -97,3 +97,10 @@ pub use upkeep::{Upkeep, UpkeepThread};
 pub use worker::{ReadError, Worker, WriteError};
 #[cfg(not(loom))]
 pub use zram::{CreateError, DISK_BYTES_MAX, MEM_LIMIT_MIN, MemLimitError, Options, WORKERS_MAX, WorkerError, Zram};
+
+/// What `zram-core/fuzz` runs.
+#[cfg(all(any(test, fuzzing), not(loom)))]
+#[doc(hidden)]
+pub mod fuzzing {
+    pub use crate::codec::fuzzing::{decode, roundtrip};
+}
