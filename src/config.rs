@@ -148,7 +148,7 @@ struct Arguments {
     #[arg(long)]
     memory_lock: bool,
 
-    /// Compression: lz4, lz4hc, zstd or deflate, with parameters as in zstd(level=3,dict=PATH)
+    /// Compression: lz4, lzo, lzo-rle, 842, lz4hc, zstd or deflate, with parameters as in zstd(level=3,dict=PATH)
     ///
     /// lz4 is the fastest; zstd stores about half as much and takes two to three times as long. lz4hc reads as fast as lz4
     /// and stores a fifth less, but writes three to eight times slower; deflate is slower than zstd in all. level: lz4 1 to

@@ -14,13 +14,24 @@ use super::{deflate, lz4, lz4hc, zstd};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Name {
     Lz4,
+    Lzo,
+    LzoRle,
+    E842,
     Lz4hc,
     Zstd,
     Deflate,
 }
 
 /// In the order in which messages name them: from fast to dense.
-const NAMES: [Name; 4] = [Name::Lz4, Name::Lz4hc, Name::Zstd, Name::Deflate];
+const NAMES: [Name; 7] = [
+    Name::Lz4,
+    Name::Lzo,
+    Name::LzoRle,
+    Name::E842,
+    Name::Lz4hc,
+    Name::Zstd,
+    Name::Deflate,
+];
 
 /// What a codec's level can be.
 struct Levels {
@@ -35,6 +46,9 @@ impl Name {
     pub(super) fn text(self) -> &'static str {
         match self {
             Name::Lz4 => "lz4",
+            Name::Lzo => "lzo",
+            Name::LzoRle => "lzo-rle",
+            Name::E842 => "842",
             Name::Lz4hc => "lz4hc",
             Name::Zstd => "zstd",
             Name::Deflate => "deflate",
@@ -46,6 +60,7 @@ impl Name {
         match self {
             Name::Lz4 | Name::Lz4hc | Name::Zstd => "level, dict",
             Name::Deflate => "level, winbits",
+            Name::Lzo | Name::LzoRle | Name::E842 => "none",
         }
     }
 
@@ -71,6 +86,7 @@ impl Name {
                 deflate::LEVEL_DEFAULT,
                 Some((-1, deflate::LEVEL_DEFAULT)),
             )),
+            Name::Lzo | Name::LzoRle | Name::E842 => None,
         }
     }
 
@@ -79,7 +95,7 @@ impl Name {
         match self {
             Name::Lz4 | Name::Lz4hc => Some(lz4::DICTIONARY_BYTES_MAX),
             Name::Zstd => Some(zstd::DICTIONARY_BYTES_MAX),
-            Name::Deflate => None,
+            Name::Deflate | Name::Lzo | Name::LzoRle | Name::E842 => None,
         }
     }
 
@@ -257,6 +273,9 @@ mod tests {
     fn names_and_parameters_are_read_and_printed_alike() {
         for text in [
             "lz4",
+            "lzo",
+            "lzo-rle",
+            "842",
             "lz4(level=7)",
             "lz4(dict=/a/b)",
             "lz4hc(level=12,dict=/a=b)",
@@ -321,7 +340,7 @@ mod tests {
         assert_eq!(error("zstd(dict=)"), "zstd: dict= names no file");
         assert_eq!(
             error("lzma"),
-            "unknown algorithm 'lzma': it is one of lz4, lz4hc, zstd, deflate"
+            "unknown algorithm 'lzma': it is one of lz4, lzo, lzo-rle, 842, lz4hc, zstd, deflate"
         );
         for text in [
             "zstd(level=1",

@@ -68,6 +68,10 @@ impl<const SIZE: usize, const PLACES: usize> Seen<SIZE, PLACES> {
         Seen(Box::new([0; PLACES]))
     }
 
+    fn memory_bytes(&self) -> usize {
+        size_of_val(&*self.0)
+    }
+
     /// The reference for the string at `at` in the block at `block`, if it came before; from now on it did.
     #[inline(always)]
     fn find(&mut self, page: &[u8; PAGE_SIZE], block: usize, at: usize) -> Option<u64> {
@@ -107,6 +111,10 @@ impl Compressor {
             seen4: Seen::new(),
             seen2: Seen::new(),
         }
+    }
+
+    pub(super) fn memory_bytes(&self) -> usize {
+        self.seen8.memory_bytes() + self.seen4.memory_bytes() + self.seen2.memory_bytes()
     }
 
     pub(super) fn compress(&mut self, page: &Page, output: &mut [u8; OUTPUT_SIZE]) -> usize {

@@ -61,6 +61,10 @@ impl<const RLE: bool> Compressor<RLE> {
         }
     }
 
+    pub(super) fn memory_bytes(&self) -> usize {
+        size_of_val(&*self.positions) + size_of_val(&*self.page)
+    }
+
     pub(super) fn compress(&mut self, page: &Page, output: &mut [u8; OUTPUT_SIZE]) -> usize {
         self.page[..PAGE_SIZE].copy_from_slice(&page[..]);
         // The same page gives the same bytes, whatever came before it.

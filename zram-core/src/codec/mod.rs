@@ -17,14 +17,12 @@ mod codecs;
 mod contexts;
 mod deflate;
 mod dictionary;
-#[cfg_attr(not(any(test, fuzzing)), expect(dead_code, reason = "no Algorithm names it yet"))]
 mod e842;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzzing;
 mod liblz4;
 mod lz4;
 mod lz4hc;
-#[cfg_attr(not(any(test, fuzzing)), expect(dead_code, reason = "no Algorithm names it yet"))]
 mod lzo;
 #[cfg(test)]
 mod oracle;

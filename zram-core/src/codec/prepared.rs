@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::contexts::{DecompressionContexts, NoMemory};
 use super::dictionary::{self, LoadError};
-use super::{Algorithm, Damaged, Name, OUTPUT_SIZE, deflate, lz4, lz4hc, zstd};
+use super::{Algorithm, Damaged, Name, OUTPUT_SIZE, deflate, e842, lz4, lz4hc, lzo, zstd};
 use crate::page::{PAGE_SIZE, Page};
 
 /// What [`Algorithm::load`] makes.
@@ -36,6 +36,9 @@ enum Codec {
         level: i32,
         window_bits: i32,
     },
+    Lzo,
+    LzoRle,
+    E842,
 }
 
 impl Algorithm {
@@ -78,6 +81,9 @@ impl Algorithm {
                 level,
                 window_bits: self.window_bits,
             },
+            Name::Lzo => Codec::Lzo,
+            Name::LzoRle => Codec::LzoRle,
+            Name::E842 => Codec::E842,
         };
         Ok(PreparedAlgorithm(Arc::new(Inner {
             algorithm: self.clone(),
@@ -123,7 +129,7 @@ impl PreparedAlgorithm {
             Codec::Lz4 { dictionary, .. } => dictionary.as_ref().map_or(0, |d| d.memory_bytes()),
             Codec::Lz4hc { dictionary, .. } => dictionary.as_ref().map_or(0, |d| d.memory_bytes()),
             Codec::Zstd { dictionary, .. } => dictionary.as_ref().map_or(0, |d| d.memory_bytes()),
-            Codec::Deflate { .. } => 0,
+            Codec::Deflate { .. } | Codec::Lzo | Codec::LzoRle | Codec::E842 => 0,
         }
     }
 
@@ -135,7 +141,7 @@ impl PreparedAlgorithm {
     /// Takes the memory for the contexts that decoding needs.
     pub(super) fn provide_contexts(&self, contexts: &DecompressionContexts) -> Result<(), NoMemory> {
         match self.0.codec {
-            Codec::Lz4 { .. } | Codec::Lz4hc { .. } => Ok(()),
+            Codec::Lz4 { .. } | Codec::Lz4hc { .. } | Codec::Lzo | Codec::LzoRle | Codec::E842 => Ok(()),
             Codec::Zstd { .. } => contexts.provide_zstd(),
             Codec::Deflate { .. } => contexts.provide_deflate(),
         }
@@ -161,6 +167,9 @@ impl PreparedAlgorithm {
             Codec::Deflate { window_bits, .. } => {
                 contexts.with_deflate(worker, |context| context.decompress(content, page, *window_bits < 0))
             }
+            Codec::Lzo => lzo::decompress::<false>(content, page),
+            Codec::LzoRle => lzo::decompress::<true>(content, page),
+            Codec::E842 => e842::decompress(content, page),
         }
     }
 }
@@ -176,6 +185,9 @@ pub(super) enum Context {
     Lz4hc(lz4hc::Compressor),
     Zstd(zstd::Compressor),
     Deflate(deflate::Compressor),
+    Lzo(lzo::Compressor<false>),
+    LzoRle(lzo::Compressor<true>),
+    E842(e842::Compressor),
 }
 
 impl Stream {
@@ -193,6 +205,9 @@ impl Stream {
             Codec::Deflate { level, window_bits } => {
                 deflate::Compressor::new(*level, *window_bits).map(Context::Deflate)
             }
+            Codec::Lzo => Some(Context::Lzo(lzo::Compressor::new())),
+            Codec::LzoRle => Some(Context::LzoRle(lzo::Compressor::new())),
+            Codec::E842 => Some(Context::E842(e842::Compressor::new())),
         };
         Ok(Stream {
             context: context.ok_or(NoMemory)?,
@@ -219,6 +234,9 @@ impl Context {
             Context::Lz4hc(context) => context.compress(page, output),
             Context::Zstd(context) => context.compress(page, output),
             Context::Deflate(context) => context.compress(page, output),
+            Context::Lzo(context) => context.compress(page, output),
+            Context::LzoRle(context) => context.compress(page, output),
+            Context::E842(context) => context.compress(page, output),
         }
     }
 
@@ -228,6 +246,9 @@ impl Context {
             Context::Lz4hc(context) => context.memory_bytes(),
             Context::Zstd(context) => context.memory_bytes(),
             Context::Deflate(context) => context.memory_bytes(),
+            Context::Lzo(context) => context.memory_bytes(),
+            Context::LzoRle(context) => context.memory_bytes(),
+            Context::E842(context) => context.memory_bytes(),
         }
     }
 }

@@ -8,7 +8,10 @@ use super::*;
 use crate::page::Page;
 
 /// Without dictionaries. The bounds of each level, the defaults, and what lies where a library changes its method.
-const ALGORITHMS: [&str; 23] = [
+const ALGORITHMS: [&str; 26] = [
+    "lzo",
+    "lzo-rle",
+    "842",
     "lz4",
     "lz4(level=9)",
     "lz4(level=65537)",
@@ -48,7 +51,7 @@ pub(super) fn algorithms() -> Vec<(String, Codecs)> {
             ));
         };
         add("alone", algorithm.clone());
-        if !text.starts_with("deflate") {
+        if algorithm.algorithm().name.dictionary_bytes_max().is_some() {
             for (what, dictionary) in dictionaries() {
                 add(what, algorithm.with_dictionary(Some(&dictionary)).unwrap());
             }
