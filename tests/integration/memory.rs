@@ -162,3 +162,30 @@ fn compaction_leaves_little_room_between_objects_and_all_content() {
         assert_eq!(&queue.read(page as u64 * 8, PAGE), content, "page {page}");
     }
 }
+
+/// A write that the limit refuses is an I/O error, leaves what was there, is counted, and said once for all of them.
+#[test]
+fn at_the_limit_writes_fail_and_one_line_says_so() {
+    let backend = Backend::daemon("64M", &["--mem-limit", "1M"]);
+    let mut guest = Guest::new(backend.connect());
+    let mut queue = guest.queue(0, 128);
+    let mut dice = Dice::new();
+    let old = dice.bytes(PAGE);
+    queue.write(0, &old);
+    let statuses: Vec<_> = (0..600)
+        .map(|page| queue.run(&Request::write(page % 500 * 8, &dice.bytes(PAGE))).status)
+        .collect();
+    let refused = statuses.iter().filter(|&&status| status == 1).count() as u64;
+    assert!(refused > 100, "{refused} of 600 were refused");
+    assert!(statuses.iter().all(|&status| status <= 1));
+    let stats = backend.stats();
+    assert_eq!(stats["refused_writes"].as_u64(), Some(refused));
+    assert_eq!(stats["failed_writes"].as_u64(), Some(refused));
+    assert!(stats["mem_used_max"].as_u64().unwrap() <= 1 << 20);
+    let said = backend.stderr().matches("the memory limit is reached").count();
+    assert_eq!(said, 1, "{}", backend.stderr());
+    // As much in the place of as much goes on.
+    let last = dice.bytes(PAGE);
+    queue.write(0, &last);
+    assert_eq!(queue.read(0, PAGE), last);
+}

@@ -155,9 +155,37 @@ impl LogLimit {
     }
 }
 
+/// Tells the first of many failures that follow each other: one line for all of them.
+#[derive(Debug, Default)]
+pub(crate) struct Burst(Mutex<Option<Instant>>);
+
+impl Burst {
+    /// A burst is over after so long without a failure.
+    const QUIET: Duration = Duration::from_secs(10);
+
+    /// Whether a failure begins a new burst. Cold paths only: it takes a lock.
+    pub fn begins(&self) -> bool {
+        let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = Instant::now();
+        let begins = last.is_none_or(|last| now - last >= Self::QUIET);
+        *last = Some(now);
+        begins
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn failures_that_follow_each_other_are_one_burst() {
+        let burst = Burst::default();
+        assert!(burst.begins());
+        assert!((0..1000).all(|_| !burst.begins()));
+        *burst.0.lock().unwrap() = Instant::now().checked_sub(Burst::QUIET);
+        assert!(burst.begins());
+        assert!(!burst.begins());
+    }
 
     #[test]
     fn a_flood_of_lines_is_cut() {

@@ -25,7 +25,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use zram_core::Zram;
 
 use crate::config::{DeviceConfig, Disk, ThreadKind};
-use crate::counters::{DeviceStatus, Frontend, LogLimit, QueueCounters, RequestCounts};
+use crate::counters::{Burst, DeviceStatus, Frontend, LogLimit, QueueCounters, RequestCounts};
 use crate::handler::Session;
 use crate::poller::Poller;
 use crate::worker::{self, Shared};
@@ -89,6 +89,7 @@ impl Device {
             disk,
             counters,
             log_limit: LogLimit::new(),
+            failures: Burst::default(),
         });
         let board = Arc::<Board>::default();
         let stop = Arc::new(EventFd::new(EFD_NONBLOCK)?);

@@ -11,7 +11,7 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use zram_core::{Algorithm, Codecs, Options, Zram};
 
 use crate::config::{DeviceConfig, Disk};
-use crate::counters::{LogLimit, QueueCounters, RequestCounts};
+use crate::counters::{Burst, LogLimit, QueueCounters, RequestCounts};
 use crate::ring::{Areas, Ring};
 use crate::worker::{Kick, Parts, QueueWorker, Shared, Signals};
 
@@ -76,6 +76,7 @@ fn shared(options: u8) -> Shared {
         disk: Disk::new(zram.expect("a small disk"), config).expect("a right config"),
         counters: vec![QueueCounters::default()],
         log_limit: LogLimit::new(),
+        failures: Burst::default(),
     }
 }
 

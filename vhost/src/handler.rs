@@ -371,13 +371,14 @@ mod tests {
 
     use super::*;
     use crate::config::tests::disk;
-    use crate::counters::{LogLimit, QueueCounters};
+    use crate::counters::{Burst, LogLimit, QueueCounters};
 
     fn session() -> Session {
         Session::new(Arc::new(Shared {
             disk: disk(1 << 20, |config| config.num_queues = 2),
             counters: vec![QueueCounters::default(), QueueCounters::default()],
             log_limit: LogLimit::new(),
+            failures: Burst::default(),
         }))
     }
 

@@ -23,7 +23,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use zram_core::Page;
 
 use crate::config::{Disk, ThreadKind};
-use crate::counters::{LogLimit, QueueCounters};
+use crate::counters::{Burst, LogLimit, QueueCounters};
 use crate::execute::{Execution, Store};
 use crate::poller::Poller;
 use crate::request::{self, Outcome, Ranges, Refusal, Request};
@@ -47,6 +47,7 @@ pub(crate) struct Shared {
     /// One for each queue.
     pub counters: Vec<QueueCounters>,
     pub log_limit: LogLimit,
+    pub failures: Burst,
 }
 
 impl Shared {
@@ -396,6 +397,23 @@ impl QueueWorker {
         }
         if !done {
             counters.io_errors.count();
+            self.report_failure(request);
+        }
+    }
+
+    /// One line for a burst of requests that fail: at the memory limit a guest may try thousands a second.
+    fn report_failure(&self, request: Request) {
+        if self.shared.failures.begins() {
+            let (disk, stats) = (self.shared.disk.name(), self.shared.disk.zram.stats());
+            match request {
+                Request::Out(_) | Request::WriteZeroes if stats.refused_writes != 0 => tracing::warn!(
+                    disk,
+                    refused_pages = stats.refused_writes,
+                    mem_limit = stats.mem_limit,
+                    "the memory limit is reached: writes that need more memory fail"
+                ),
+                _ => tracing::warn!(disk, "requests fail: pages do not decode"),
+            }
         }
     }
 
@@ -478,6 +496,7 @@ pub(crate) mod tests {
                 disk: disk(64 << 30, change),
                 counters: vec![QueueCounters::default()],
                 log_limit: LogLimit::new(),
+                failures: Burst::default(),
             });
             let mem = Arc::new(guest(0x1_0000));
             let mut ring = Ring::new(SIZE).unwrap();
