@@ -28,6 +28,8 @@ pub(crate) const SLICE: Duration = Duration::from_micros(500);
 const STRIDE: u64 = 64;
 /// A pass that waits longer for a reader leaves the segment to the next pass.
 const GRACE_WAIT_MAX: Duration = Duration::from_secs(1);
+/// What lies in the spare segment for longer than this was not taken from there by who put it there.
+const SPARE_TIME_MAX: Duration = Duration::from_secs(1);
 /// A pass moves at most this share of the segments in use, so that copies do not take much memory beside the originals.
 const PASS_SHARE: u64 = 8;
 /// But at least so many segments' worth.
@@ -42,7 +44,7 @@ pub(crate) struct Goal {
     leaves: u64,
     /// Segments with less to gain are left alone.
     segment_free_min: u64,
-    /// The spare segment may be closed: not while a writer at the limit waits for a place in it.
+    /// What was left in the spare segment is moved, too: not while a writer at the limit waits for a place there.
     with_spare: bool,
 }
 
@@ -91,6 +93,8 @@ pub(crate) struct Cleaner {
     pass: Option<Pass>,
     /// Changes of slots there had been when a pass last brought nothing.
     futile_at: Option<u64>,
+    /// Since when something lies in the spare segment.
+    spare_since: Option<Instant>,
     total: Compacted,
 }
 
@@ -112,6 +116,7 @@ impl Cleaner {
             retired: Retired::default(),
             pass: None,
             futile_at: None,
+            spare_since: None,
             total: Compacted::default(),
         }
     }
@@ -130,13 +135,15 @@ impl Pass {
 }
 
 impl Zram {
-    /// Moves what is worth moving until all is done: for the operator's command. Takes milliseconds to seconds of the
-    /// caller's thread and holds up no request. At most half of the time is worked.
+    /// Moves what is worth moving until all is done, or as much was moved as there is, since guests go on writing: for
+    /// the operator's command. Takes milliseconds to seconds of the caller's thread and holds up no request. At most half
+    /// of the time is worked.
     pub fn compact(&self) -> Compacted {
         let mut cleaner = self.lock_cleaner();
         let before = cleaner.total;
+        let moves_max = stats::gauge(&self.cells, |cells| &cells.pages_stored);
         cleaner.forget_futility();
-        loop {
+        while cleaner.pass.is_some() || cleaner.total.objects_moved - before.objects_moved <= moves_max {
             match self.clean(&mut cleaner, Goal::COMPACT) {
                 Progress::Done => break,
                 Progress::Working | Progress::Waiting => std::thread::sleep(SLICE),
@@ -153,10 +160,11 @@ impl Zram {
     /// One slice of a pass, begun when there is none and `goal` says so.
     pub(crate) fn clean(&self, cleaner: &mut Cleaner, goal: Goal) -> Progress {
         if cleaner.pass.is_none() {
-            if !self.is_worth_a_pass(cleaner, goal) {
+            let is_spare_left = goal.with_spare && self.is_spare_left(cleaner);
+            if !is_spare_left && !self.is_worth_a_pass(cleaner, goal) {
                 return Progress::Done;
             }
-            cleaner.pass = self.choose(goal);
+            cleaner.pass = self.choose(goal, is_spare_left);
             reach(Step::Chosen);
         }
         let Some(mut pass) = cleaner.pass.take() else {
@@ -188,6 +196,21 @@ impl Zram {
         self.reclaim(cleaner.id, &mut cleaner.retired);
     }
 
+    /// Whether a writer at the limit could not take its object out of the spare segment, because of a slow reader. Others
+    /// need the place.
+    fn is_spare_left(&self, cleaner: &mut Cleaner) -> bool {
+        if !self.arena.has_spare() {
+            cleaner.spare_since = None;
+            return false;
+        }
+        let since = *cleaner.spare_since.get_or_insert_with(Instant::now);
+        let is_left = since.elapsed() >= SPARE_TIME_MAX;
+        if is_left {
+            cleaner.spare_since = None; // not again at once when there is no room for it
+        }
+        is_left
+    }
+
     fn is_worth_a_pass(&self, cleaner: &Cleaner, goal: Goal) -> bool {
         let used = self.arena.granules_in_use();
         let free = used.saturating_sub(self.live_granules());
@@ -199,8 +222,8 @@ impl Zram {
     }
 
     /// Closes the sparsest segments, as many as the goal asks for and there is room to empty.
-    fn choose(&self, goal: Goal) -> Option<Pass> {
-        let mut open = self.arena.survey(goal.with_spare);
+    fn choose(&self, goal: Goal, with_spare: bool) -> Option<Pass> {
+        let mut open = self.arena.survey();
         open.sort_unstable_by_key(|segment| std::cmp::Reverse(segment.free_granules));
         let segment = SEGMENT_GRANULES as u64;
         let total = open.len() as u64 * segment;
@@ -227,9 +250,12 @@ impl Zram {
         if gains < segment {
             // What is moved takes as much as what is emptied.
             closed.retain(|segment| self.arena.reopen(segment).is_none());
-            if closed.is_empty() {
-                return None;
-            }
+        }
+        if with_spare {
+            closed.extend(self.arena.close_spare());
+        }
+        if closed.is_empty() {
+            return None;
         }
         let mut chosen = vec![0; self.arena.segments_used() as usize / 64 + 1];
         for sparse in &closed {

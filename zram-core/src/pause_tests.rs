@@ -349,6 +349,58 @@ fn pages_are_never_wrong_while_they_are_moved() {
     zram.check_consistency();
 }
 
+/// A reader holds what a write at the limit replaces, for longer than the write waits: what went to the spare segment stays
+/// there until the reader is done and the cleaner comes by, and then the segment is free for others again.
+#[test]
+fn a_slow_reader_leaves_nothing_in_the_spare_segment() {
+    let zram = create(Some(MEM_LIMIT_MIN));
+    let (mut worker, mut page, mut random) = (zram.worker().unwrap(), Page::zeroed(), 3_u64);
+    let mut noise = || {
+        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (random >> 56) as u8
+    };
+    let mut last = 0;
+    for slot in 0..SLOTS {
+        page.fill_with(&mut noise);
+        if worker.write_page(SlotIndex(slot), &page).is_err() {
+            break;
+        }
+        last = slot;
+    }
+    // The overwriting part of the limit, too: then nothing is free but the spare segment.
+    let (arm, stop) = stop_at(Step::ReadPinned);
+    let reader = {
+        let zram = Arc::clone(&zram);
+        std::thread::spawn(move || {
+            arm.set();
+            let mut page = Page::zeroed();
+            zram.worker().unwrap().read_page(SlotIndex(0), &mut page).unwrap();
+        })
+    };
+    stop.reached.recv_timeout(DEADLINE).unwrap();
+    let mut written = 0;
+    for slot in 0..=last {
+        page.fill_with(&mut noise);
+        written += u32::from(worker.write_page(SlotIndex(slot), &page).is_ok());
+    }
+    assert!(zram.arena.has_spare(), "{written} of {last} were written without it");
+    drop(stop.go_on);
+    reader.join().unwrap();
+    worker.end_batch();
+    let deadline = std::time::Instant::now() + DEADLINE;
+    while zram.arena.has_spare() {
+        assert!(std::time::Instant::now() < deadline, "it stays there");
+        zram.upkeep();
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    while zram.upkeep() == Upkeep::Soon {}
+    zram.check_consistency();
+    for slot in 0..=last {
+        page.fill_with(&mut noise);
+        worker.write_page(SlotIndex(slot), &page).unwrap();
+    }
+}
+
 /// Room is refused at every place in turn where it is asked for: the write fails, nothing else changes.
 #[test]
 fn an_allocation_that_fails_leaves_everything_as_it_was() {

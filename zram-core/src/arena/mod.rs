@@ -288,22 +288,36 @@ impl Arena {
         self.fresh_for_moves.load(Ordering::Relaxed)
     }
 
-    /// The segments that are not closed, with what is free in each. A heap is looked at step by step, and left out where it
-    /// is in use: a picture for choosing, not an account. `with_spare`: the spare segment, too.
-    pub(crate) fn survey(&self, with_spare: bool) -> Vec<Sparse> {
+    /// The segments that are not closed, with what is free in each, but for the spare one. A heap is looked at step by
+    /// step, and left out where it is in use: a picture for choosing, not an account.
+    pub(crate) fn survey(&self) -> Vec<Sparse> {
+        (0..self.spare_heap()).flat_map(|heap| self.survey_of(heap)).collect()
+    }
+
+    /// Whether anything lies in the spare segment.
+    pub(crate) fn has_spare(&self) -> bool {
+        self.heaps[self.spare_heap()].0.segments.load(Ordering::Relaxed) != 0
+    }
+
+    /// Closes the spare segment, unless it is in use at the moment.
+    pub(crate) fn close_spare(&self) -> Vec<Sparse> {
+        let mut segments = self.survey_of(self.spare_heap());
+        segments.retain(|segment| self.close(segment));
+        segments
+    }
+
+    fn survey_of(&self, number: usize) -> Vec<Sparse> {
         let mut found = vec![];
-        for number in 0..self.spare_heap() + usize::from(with_spare) {
-            self.survey_heap(number, |segment| {
-                if !segment.is_closed {
-                    found.push(Sparse {
-                        free_granules: segment.free,
-                        number: segment.number,
-                        heap: number as u16,
-                        local: segment.local,
-                    });
-                }
-            });
-        }
+        self.survey_heap(number, |segment| {
+            if !segment.is_closed {
+                found.push(Sparse {
+                    free_granules: segment.free,
+                    number: segment.number,
+                    heap: number as u16,
+                    local: segment.local,
+                });
+            }
+        });
         found
     }
 
