@@ -11,7 +11,7 @@ use std::io;
 use std::sync::Arc;
 
 use rustix::fs::FileType;
-use vm_memory::{FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestRegionMmap, MmapRegion};
+use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap, GuestRegionMmap, MmapRegion};
 
 /// Regions of one guest: what VHOST_USER_GET_MAX_MEM_SLOTS answers, and what QEMU has at most.
 pub(crate) const REGIONS_MAX: usize = 509;
@@ -147,11 +147,6 @@ impl GuestTable {
         });
         if overlap { Err(MemoryError::Overlap) } else { Ok(()) }
     }
-}
-
-/// Whether `bytes` bytes from `start` on are guest memory, in one region or in adjacent ones.
-pub(crate) fn contains(mem: &GuestMemoryMmap, start: GuestAddress, bytes: u64) -> bool {
-    usize::try_from(bytes).is_ok_and(|bytes| GuestMemoryBackend::check_range(mem, start, bytes))
 }
 
 fn check_file(info: &RegionInfo, file: &File) -> Result<(), MemoryError> {

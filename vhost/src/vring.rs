@@ -13,6 +13,7 @@ use std::sync::Arc;
 
 use rustix::fs::{FileType, OFlags};
 
+use crate::guest::Guest;
 use crate::memory::GuestTable;
 use crate::ring::{Areas, BadAreas, BrokenRing, Ring};
 use crate::worker::{self, Kick, Parts, RunningWorker, Shared, Signals};
@@ -206,28 +207,31 @@ impl Vring {
         }
         let areas = areas.translate(table).ok_or(VringError::OutsideMemory)?;
         let used_index_is_known = self.used_index_is_known;
+        let guest = Guest::of(table.mem());
         let ring = self.home()?;
-        ring.set_up(table.mem(), size, areas, features.event_idx, features.indirect)?;
+        ring.set_up(&guest, size, areas, features.event_idx, features.indirect)?;
         if !used_index_is_known {
-            ring.adopt_used_index(table.mem());
+            ring.adopt_used_index();
         }
         let broken = ring.broken();
+        if broken.is_some() {
+            ring.bring_home();
+        }
         self.used_index_is_known = true;
         if let Some(reason) = broken {
             // Not worth a thread: it waits here for the frontend to stop and start it.
             self.report_broken(reason);
             return Ok(());
         }
-        self.start(table, kick)
+        self.start(guest, kick)
     }
 
-    fn start(&mut self, table: &GuestTable, kick: Kick) -> Result<(), VringError> {
+    fn start(&mut self, guest: Guest, kick: Kick) -> Result<(), VringError> {
         if let Place::Home(ring) = self.take_place() {
-            let (index, mem) = (self.index, table.mem().clone());
             let parts = Parts {
-                index,
+                index: self.index,
                 ring,
-                mem,
+                guest,
                 kick,
                 signals: self.signals.clone(),
                 shared: self.shared.clone(),
@@ -268,7 +272,7 @@ impl Drop for Vring {
 }
 
 fn new_ring(shared: &Shared) -> Ring {
-    Ring::new(shared.disk.config.queue_size_max).expect("the size has been checked when the device started")
+    Ring::new(shared.disk.config.queue_size_max)
 }
 
 /// In place of a ring that died with its thread.

@@ -4,9 +4,12 @@
 //! guards the call descriptor, which a frontend may exchange while the queue runs, and is taken once a batch.
 //!
 //! The life of a worker: look at the ring (a kick may have come before it) -> batches until the ring is empty -> sleep
-//! until a kick or the stop event -> again. On stop it leaves between two chains, or in the middle of a long one, which it puts back; the thread then returns the ring.
+//! until a kick or the stop event -> again. On stop it leaves between two chains, or in the middle of a long one, which it
+//! puts back; the thread then returns the ring.
 //!
-//! Chains are completed one by one in the order of the avail ring, so the used index is a full account at any moment.
+//! A batch: take some chains off the ring and parse them all, so that the cache misses of one overlap those of the next;
+//! then execute them one by one, in the order of the avail ring; then show the driver what is done, with one store and at
+//! most one call. So the used index is a full account whenever it is published.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -18,13 +21,14 @@ use std::thread::{self, JoinHandle};
 
 use epoll::Events;
 use rustix::event::{PollFd, PollFlags, Timespec};
-use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+use vm_memory::GuestAddress;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use zram_core::Page;
 
 use crate::config::{Disk, ThreadKind};
 use crate::counters::{Burst, LogLimit, QueueCounters};
 use crate::execute::{Execution, Store};
+use crate::guest::Guest;
 use crate::poller::Poller;
 use crate::request::{self, Outcome, Ranges, Refusal, Request};
 use crate::ring::{BrokenRing, Chain, Pop, Ring};
@@ -147,7 +151,7 @@ impl RunningWorker {
 pub(crate) struct Parts {
     pub index: u16,
     pub ring: Ring,
-    pub mem: Arc<GuestMemoryMmap>,
+    pub guest: Guest,
     pub kick: Kick,
     pub signals: Arc<Signals>,
     pub shared: Arc<Shared>,
@@ -219,17 +223,26 @@ impl Worker {
     }
 }
 
+/// A chain that was taken off the ring. Its buffers are used again for the next one.
+#[derive(Default)]
+struct Taken {
+    head: u16,
+    chain: Chain,
+    ranges: Ranges,
+    /// Where the status byte goes and what is wanted; `None` if the chain cannot be answered.
+    order: Option<(GuestAddress, Result<Request, Refusal>)>,
+}
+
 /// The queue's work without its thread: what tests and fuzzing drive directly.
 pub(crate) struct QueueWorker {
     index: u16,
     ring: Ring,
-    mem: Arc<GuestMemoryMmap>,
+    guest: Guest,
     kick: Kick,
     signals: Arc<Signals>,
     shared: Arc<Shared>,
     store: Store,
-    chain: Chain,
-    ranges: Ranges,
+    batch: Box<[Taken]>,
 }
 
 impl QueueWorker {
@@ -237,7 +250,7 @@ impl QueueWorker {
         let Parts {
             index,
             ring,
-            mem,
+            guest,
             kick,
             signals,
             shared,
@@ -245,7 +258,7 @@ impl QueueWorker {
         QueueWorker {
             index,
             ring,
-            mem,
+            guest,
             kick,
             signals,
             shared,
@@ -253,8 +266,7 @@ impl QueueWorker {
                 core,
                 page: Page::zeroed(),
             },
-            chain: Chain::default(),
-            ranges: Ranges::new(),
+            batch: (0..CHAINS_PER_BATCH).map(|_| Taken::default()).collect(),
         }
     }
 
@@ -279,93 +291,119 @@ impl QueueWorker {
 
     fn serve(&mut self, stop: &AtomicBool) -> Result<(), BrokenRing> {
         loop {
-            self.ring.silence_kicks(&self.mem)?;
-            while self.batch(stop)?.is_continue() {}
+            self.ring.silence_kicks()?;
+            while self.serve_batch(stop)?.is_continue() {}
             // Also when stopping: the driver may sleep on the first entry that it has not seen.
-            if self.ring.await_kicks(&self.mem)? && !stop.load(Ordering::Relaxed) {
+            if self.ring.await_kicks()? && !stop.load(Ordering::Relaxed) {
                 continue;
             }
             return Ok(());
         }
     }
 
-    /// Serves some chains, then calls the driver once. `Break` when there are no more, or on stop.
-    fn batch(&mut self, stop: &AtomicBool) -> Result<ControlFlow<()>, BrokenRing> {
-        let mut flow = Ok(ControlFlow::Continue(()));
-        for _ in 0..CHAINS_PER_BATCH {
-            flow = match stop.load(Ordering::Relaxed) {
-                true => Ok(ControlFlow::Break(())),
-                false => self.serve_one(stop),
-            };
-            if !matches!(flow, Ok(ControlFlow::Continue(()))) {
-                break;
+    /// Serves some chains. `Break` when there are no more, or on stop.
+    fn serve_batch(&mut self, stop: &AtomicBool) -> Result<ControlFlow<()>, BrokenRing> {
+        let (count, found) = self.take();
+        let served = self.answer_all(count, stop);
+        // Also when the ring breaks: the driver waits for what was completed before.
+        self.show_completed()?;
+        self.store.core.end_batch();
+        match served? {
+            ControlFlow::Continue(()) => found,
+            ControlFlow::Break(()) => Ok(ControlFlow::Break(())),
+        }
+    }
+
+    /// Takes chains off the ring, as many as a batch has. Also tells whether there may be more.
+    fn take(&mut self) -> (usize, Result<ControlFlow<()>, BrokenRing>) {
+        for (index, taken) in self.batch.iter_mut().enumerate() {
+            taken.order = None;
+            match self.ring.pop(&self.guest, &mut taken.chain) {
+                Pop::Empty => return (index, Ok(ControlFlow::Break(()))),
+                Pop::Broken(reason) => return (index, Err(reason)),
+                Pop::BadChain(head) => taken.head = head,
+                Pop::Chain(head) => {
+                    taken.head = head;
+                    let Taken { chain, ranges, .. } = taken;
+                    taken.order = request::status_addr(chain, &self.guest).map(|status| {
+                        let request = request::parse(chain, &self.guest, &self.shared.disk, ranges);
+                        (status, request)
+                    });
+                }
             }
         }
-        self.store.core.end_batch();
-        // Also when the ring breaks: the driver waits for what was completed before.
-        if self.ring.wants_call(&self.mem)? {
-            self.signals.call(self.counters());
-        }
-        flow
+        (self.batch.len(), Ok(ControlFlow::Continue(())))
     }
 
-    /// Serves one chain, if there is one. `Break` if there is none, or it was put back because of a stop.
-    fn serve_one(&mut self, stop: &AtomicBool) -> Result<ControlFlow<()>, BrokenRing> {
-        match self.ring.pop(&self.mem, &mut self.chain) {
-            Pop::Empty => Ok(ControlFlow::Break(())),
-            Pop::Broken(reason) => Err(reason),
-            Pop::BadChain(head) => self.return_bad(head),
-            Pop::Chain(head) => match request::status_addr(&self.chain, &self.mem) {
-                Some(status) => self.answer(head, status, stop),
-                None => self.return_bad(head),
-            },
-        }
-    }
-
-    fn return_bad(&mut self, head: u16) -> Result<ControlFlow<()>, BrokenRing> {
-        self.counters().bad_chains.count();
-        self.ring.complete_bad(&self.mem, head)?;
-        Ok(ControlFlow::Continue(()))
-    }
-
-    fn answer(&mut self, head: u16, status: GuestAddress, stop: &AtomicBool) -> Result<ControlFlow<()>, BrokenRing> {
-        let outcome = match self.execute(stop) {
-            ControlFlow::Continue(outcome) => outcome,
-            ControlFlow::Break(()) => {
+    /// Executes what was taken and completes it, in order. `Break` on stop: the rest is put back.
+    fn answer_all(&mut self, count: usize, stop: &AtomicBool) -> Result<ControlFlow<()>, BrokenRing> {
+        for index in 0..count {
+            if self.answer(index, stop)?.is_break() {
                 self.ring.unpop();
                 return Ok(ControlFlow::Break(()));
             }
-        };
-        // Last, whatever the data may have been laid over. It was in memory a moment ago and the mapping is ours.
-        self.mem
-            .write_obj(outcome.status(), status)
-            .map_err(|_| BrokenRing::Memory)?;
-        self.ring.complete(&self.mem, head, outcome.used_len())?;
+        }
         Ok(ControlFlow::Continue(()))
     }
 
-    fn execute(&mut self, stop: &AtomicBool) -> ControlFlow<(), Outcome> {
-        let disk = &self.shared.disk;
-        let request = match request::parse(&self.chain, &self.mem, disk, &mut self.ranges) {
-            Ok(request) => request,
+    /// Executes and completes one chain. `Break` on stop: it is to be done again.
+    fn answer(&mut self, index: usize, stop: &AtomicBool) -> Result<ControlFlow<()>, BrokenRing> {
+        let Some(&Taken { head, order, .. }) = self.batch.get(index) else {
+            return Ok(ControlFlow::Continue(()));
+        };
+        if stop.load(Ordering::Relaxed) {
+            return Ok(ControlFlow::Break(()));
+        }
+        let Some((status, request)) = order else {
+            self.counters().bad_chains.count();
+            self.ring.complete_bad(head)?;
+            return Ok(ControlFlow::Continue(()));
+        };
+        let outcome = match request {
+            Ok(request) => match self.execute(index, request, stop) {
+                ControlFlow::Continue(outcome) => outcome,
+                ControlFlow::Break(()) => return Ok(ControlFlow::Break(())),
+            },
             Err(refusal) => {
                 self.count_refusal(refusal);
-                return ControlFlow::Continue(Outcome::Refused(refusal));
+                Outcome::Refused(refusal)
             }
         };
+        // Last, whatever the data may have been laid over. It was in memory a moment ago and the mapping is ours.
+        self.guest
+            .write(status, &[outcome.status()])
+            .map_err(|_| BrokenRing::Memory)?;
+        self.ring.complete(head, outcome.used_len())?;
+        Ok(ControlFlow::Continue(()))
+    }
+
+    fn execute(&mut self, index: usize, request: Request, stop: &AtomicBool) -> ControlFlow<(), Outcome> {
+        let disk = &self.shared.disk;
         #[cfg(test)]
         tests::panic_if_asked(disk, request);
+        let Some(Taken { chain, ranges, .. }) = self.batch.get(index) else {
+            return ControlFlow::Break(());
+        };
         let mut execution = Execution {
             disk,
             store: &mut self.store,
-            mem: &self.mem,
-            chain: &self.chain,
-            ranges: &self.ranges,
+            guest: &self.guest,
+            chain,
+            ranges,
             stop,
         };
         let outcome = execution.run(request)?;
         self.count(request, outcome);
         ControlFlow::Continue(outcome)
+    }
+
+    /// Shows the driver what was completed, and calls it if it waits for that.
+    fn show_completed(&mut self) -> Result<(), BrokenRing> {
+        self.ring.publish()?;
+        if self.ring.wants_call()? {
+            self.signals.call(self.counters());
+        }
+        Ok(())
     }
 
     fn count_refusal(&self, refusal: Refusal) {
@@ -418,6 +456,8 @@ impl QueueWorker {
     }
 
     fn break_ring(&mut self, reason: BrokenRing) {
+        // After a panic in the middle of a batch: what was completed is done.
+        let _ = self.show_completed();
         self.ring.break_for(reason);
         self.counters().broken_rings.count();
         if self.shared.log_limit.allows() {
@@ -443,7 +483,8 @@ impl QueueWorker {
 
     /// Ends the worker. Dropping the core's handle gives back what it holds; a panic there must not cost the ring.
     fn into_ring(self) -> Ring {
-        let QueueWorker { ring, store, .. } = self;
+        let QueueWorker { mut ring, store, .. } = self;
+        ring.bring_home();
         let _ = catch_unwind(AssertUnwindSafe(|| drop(store)));
         ring
     }
@@ -454,6 +495,7 @@ pub(crate) mod tests {
     use std::os::fd::AsRawFd;
 
     use virtio_queue::desc::split::Descriptor;
+    use vm_memory::{Bytes, GuestMemoryMmap};
     use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
     use super::*;
@@ -499,20 +541,20 @@ pub(crate) mod tests {
                 failures: Burst::default(),
             });
             let mem = Arc::new(guest(0x1_0000));
-            let mut ring = Ring::new(SIZE).unwrap();
+            let mut ring = Ring::new(SIZE);
             let areas = Areas {
                 descriptors: GuestAddress(DESCRIPTORS),
                 avail: GuestAddress(AVAIL),
                 used: GuestAddress(USED),
             };
-            ring.set_up(&mem, SIZE, areas, false, false).unwrap();
+            ring.set_up(&Guest::of(&mem), SIZE, areas, false, false).unwrap();
             let signals = Arc::<Signals>::default();
             let call = EventFd::new(EFD_NONBLOCK).unwrap();
             signals.set_call(Some(file_of(&call)));
             let parts = Parts {
                 index: 0,
                 ring,
-                mem: mem.clone(),
+                guest: Guest::of(&mem),
                 kick: Kick::Polled,
                 signals,
                 shared: shared.clone(),
@@ -615,13 +657,9 @@ pub(crate) mod tests {
         let mut bench = Bench::new(|_| {});
         // Parsed before the flag is looked at again: as if the stop came while it was executed.
         bench.put(11, &range(0, 1 << 20), false);
-        let popped = bench.queue.ring.pop(&bench.mem, &mut bench.queue.chain);
-        assert_eq!(popped, Pop::Chain(0));
+        assert_eq!(bench.queue.take(), (1, Ok(ControlFlow::Break(()))));
         let stop = AtomicBool::new(true);
-        assert_eq!(
-            bench.queue.answer(0, GuestAddress(STATUS), &stop),
-            Ok(ControlFlow::Break(()))
-        );
+        assert_eq!(bench.queue.answer_all(1, &stop), Ok(ControlFlow::Break(())));
         assert_eq!(bench.used_and_status(), (0, 0xff));
         assert_eq!(bench.queue.ring.base(), 0);
         bench.turn();
