@@ -13,13 +13,15 @@ use nix::unistd::Group;
 use rustix::fs::Gid;
 use tracing_subscriber::filter::LevelFilter;
 use zram_core::{Algorithm, DISK_BYTES_MAX, DecompressionContexts, MEM_LIMIT_MIN, PAGE_SIZE, WORKERS_MAX};
-use zram_vhost::{QUEUE_SIZE_DEFAULT, QUEUE_SIZE_MAX, QUEUES_MAX, Serial};
+use zram_vhost::{POLL_MAX, QUEUE_SIZE_DEFAULT, QUEUE_SIZE_MAX, QUEUES_MAX, Serial};
 
 use crate::{sandbox, size};
 
 /// A path in a `sockaddr_un` has 108 bytes, the last of them zero (unix(7)).
 pub const SOCKET_PATH_BYTES_MAX: usize = 107;
 const QUEUE_SIZE_MIN: u16 = 2;
+/// By measurement, driver and worker on a core each: a lone read takes 22 us instead of 41, and 23 us of CPU instead of 32.
+const POLL_US_DEFAULT: u16 = 50;
 
 /// Everything the daemon was told, valid.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -49,6 +51,8 @@ pub struct Config {
     pub read_only: bool,
     /// Bytes, 512 or 4096.
     pub logical_block_size: u32,
+    /// The longest that a queue is watched before its worker sleeps. Microseconds, 0..=1000.
+    pub poll_us: u16,
     /// Where the control socket goes.
     pub control_path: Option<PathBuf>,
     /// What happens to a thread that makes a system call it should not make.
@@ -176,6 +180,14 @@ struct Arguments {
     #[arg(long, value_name = "N", default_value_t = QUEUE_SIZE_DEFAULT, allow_negative_numbers = true, value_parser = queue_size)]
     queue_size_max: u16,
 
+    /// Watch a queue for up to N microseconds, 0 to 1000, before its worker sleeps; 0 never watches
+    ///
+    /// Shortens the answer to a lone request, for CPU time: a queue is watched only as long as that gains something, and
+    /// an idle one is not.
+    #[arg(long, value_name = "N", default_value_t = POLL_US_DEFAULT, allow_negative_numbers = true,
+          value_parser = clap::value_parser!(u16).range(..=POLL_MAX.as_micros() as i64))]
+    poll_us: u16,
+
     /// Let guests read only
     #[arg(long)]
     read_only: bool,
@@ -280,6 +292,7 @@ impl Config {
                 .unwrap_or_else(|| DecompressionContexts::count_for(arguments.num_queues.into())),
             num_queues: arguments.num_queues,
             queue_size_max: arguments.queue_size_max,
+            poll_us: arguments.poll_us,
             read_only: arguments.read_only,
             logical_block_size: if arguments.logical_block_size == "512" {
                 512

@@ -7,6 +7,7 @@ use std::fmt;
 use std::io;
 use std::str::FromStr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use zram_core::{PAGE_SIZE, SECTOR_SIZE, Zram};
 
@@ -18,6 +19,9 @@ pub const QUEUE_SIZE_MAX: u16 = 32768;
 
 /// Ring size accepted by default: QEMU's own maximum.
 pub const QUEUE_SIZE_DEFAULT: u16 = 1024;
+
+/// The longest time for which an empty ring may be looked at.
+pub const POLL_MAX: Duration = Duration::from_millis(1);
 
 /// The disk's serial number as GET_ID answers it: 1 to 20 bytes, padded with NUL, not terminated when full.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -110,6 +114,8 @@ pub struct DeviceConfig {
     pub flush: bool,
     /// For who gives up rights that threads do not need.
     pub thread_start: ThreadStart,
+    /// The longest that a worker looks at its empty ring before it sleeps, at most [`POLL_MAX`]; 0 is not at all.
+    pub poll_max: Duration,
 }
 
 /// A device's unchanging facts.
@@ -156,6 +162,12 @@ fn check(config: &DeviceConfig) -> io::Result<()> {
     if logical_block_size != 512 && logical_block_size != 4096 {
         return wrong(format!("logical block size {logical_block_size}: must be 512 or 4096"));
     }
+    if config.poll_max > POLL_MAX {
+        return wrong(format!(
+            "polling for {:?}: must be at most {POLL_MAX:?}",
+            config.poll_max
+        ));
+    }
     Ok(())
 }
 
@@ -175,6 +187,7 @@ pub(crate) mod tests {
             logical_block_size: 4096,
             flush: false,
             thread_start: ThreadStart::default(),
+            poll_max: Duration::ZERO,
         }
     }
 
@@ -218,5 +231,6 @@ pub(crate) mod tests {
         assert!(refused(|config| config.queue_size_max = 1).contains("power of two"));
         assert!(refused(|config| config.queue_size_max = 100).contains("power of two"));
         assert!(refused(|config| config.logical_block_size = 1024).contains("512 or 4096"));
+        assert!(refused(|config| config.poll_max = Duration::from_secs(1)).contains("at most 1ms"));
     }
 }

@@ -72,6 +72,7 @@ fn shared(options: u8) -> Shared {
         logical_block_size: 4096,
         flush: options & 8 != 0,
         thread_start: Default::default(),
+        poll_max: std::time::Duration::ZERO,
     };
     Shared {
         disk: Disk::new(zram.expect("a small disk"), config).expect("a right config"),

@@ -14,6 +14,7 @@
 //! | `guest` | copies between a chain's buffers and private memory |
 //! | `config_space` | virtio-blk's config space |
 //! | `poller` | an epoll instance that closes itself |
+//! | `polling` | whether a worker looks at its ring before it sleeps, and how long |
 //! | `counters` | what the device counts, and how often it may log |
 //!
 //! Two rules run through all of it. Guest bytes are read once: a descriptor, header, range or page is copied into memory
@@ -34,13 +35,15 @@ mod guest;
 mod handler;
 mod memory;
 mod poller;
+mod polling;
 mod request;
 mod ring;
 mod vring;
 mod worker;
 
 pub use config::{
-    DeviceConfig, QUEUE_SIZE_DEFAULT, QUEUE_SIZE_MAX, QUEUES_MAX, Serial, SerialError, ThreadKind, ThreadStart,
+    DeviceConfig, POLL_MAX, QUEUE_SIZE_DEFAULT, QUEUE_SIZE_MAX, QUEUES_MAX, Serial, SerialError, ThreadKind,
+    ThreadStart,
 };
 pub use counters::{DeviceStatus, Frontend, RequestCounts};
 pub use device::{Device, Endpoint};

@@ -11,7 +11,7 @@ use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_T_GET_ID, VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT, VIRTIO_BLK_T_WRITE_ZEROES,
 };
 use vm_memory::{Address, GuestAddress};
-use zram_core::SECTOR_SIZE;
+use zram_core::{SECTOR_SIZE, SECTORS_PER_PAGE, SlotIndex};
 
 use crate::config::Disk;
 use crate::config_space::{RANGE_SECTORS_MAX, RANGES_MAX};
@@ -36,6 +36,13 @@ pub(crate) struct Sector(pub u64);
 pub(crate) struct SectorRange {
     pub first: Sector,
     pub count: u64,
+}
+
+impl SectorRange {
+    /// The page in which the range begins. The disk has at most 2^32.
+    pub fn first_slot(&self) -> SlotIndex {
+        SlotIndex((self.first.0 / SECTORS_PER_PAGE as u64) as u32)
+    }
 }
 
 /// What the guest wants, checked. The data of `In` and `Out` is in the chain, the ranges in the worker's [`Ranges`].

@@ -328,6 +328,12 @@ impl Ring {
         Ok(index)
     }
 
+    /// Whether the driver has made something available that was not popped. For polling: a broken index counts.
+    pub fn has_more(&self) -> bool {
+        let index = self.load(|places| &places.avail, INDEX, Ordering::Relaxed);
+        index != Ok(self.next_avail.0)
+    }
+
     /// Copies the chain's descriptors. `None` if it loops, leaves its table, or uses indirection as it must not.
     fn walk(&self, guest: &Guest, head: u16, chain: &mut Chain) -> Option<()> {
         chain.clear();

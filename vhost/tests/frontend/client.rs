@@ -82,6 +82,7 @@ impl Rig {
             logical_block_size: 4096,
             flush: false,
             thread_start: Default::default(),
+            poll_max: Duration::ZERO,
         };
         change(&mut config);
         let directory = tempfile::tempdir().unwrap();

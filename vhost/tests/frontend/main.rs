@@ -758,6 +758,7 @@ fn an_inherited_connection_ends_the_device() {
         logical_block_size: 512,
         flush: true,
         thread_start: Default::default(),
+        poll_max: Duration::ZERO,
     };
     let device = Device::start(zram, Endpoint::Stream(theirs), config).unwrap();
     let mut client = Client::on(ours);
