@@ -53,6 +53,8 @@ pub struct Config {
     pub logical_block_size: u32,
     /// The longest that a queue is watched before its worker sleeps. Microseconds, 0..=1000.
     pub poll_us: u16,
+    /// Whether memory that its frontend could cut is refused.
+    pub require_sealed_memory: bool,
     /// Where the control socket goes.
     pub control_path: Option<PathBuf>,
     /// What happens to a thread that makes a system call it should not make.
@@ -188,6 +190,13 @@ struct Arguments {
           value_parser = clap::value_parser!(u16).range(..=POLL_MAX.as_micros() as i64))]
     poll_us: u16,
 
+    /// Refuse VMs whose memory is not sealed against shrinking
+    ///
+    /// QEMU seals what memory-backend-memfd shares, cloud-hypervisor its own since 2026. Without this option a VM whose
+    /// memory file is cut loses its disk, and nobody else does.
+    #[arg(long)]
+    require_sealed_memory: bool,
+
     /// Let guests read only
     #[arg(long)]
     read_only: bool,
@@ -293,6 +302,7 @@ impl Config {
             num_queues: arguments.num_queues,
             queue_size_max: arguments.queue_size_max,
             poll_us: arguments.poll_us,
+            require_sealed_memory: arguments.require_sealed_memory,
             read_only: arguments.read_only,
             logical_block_size: if arguments.logical_block_size == "512" {
                 512

@@ -116,6 +116,8 @@ pub struct DeviceConfig {
     pub thread_start: ThreadStart,
     /// The longest that a worker looks at its empty ring before it sleeps, at most [`POLL_MAX`]; 0 is not at all.
     pub poll_max: Duration,
+    /// Refuse guest memory whose file is not sealed against shrinking. Otherwise a frontend that cuts it loses its disk.
+    pub require_sealed_memory: bool,
 }
 
 /// A device's unchanging facts.
@@ -188,6 +190,7 @@ pub(crate) mod tests {
             flush: false,
             thread_start: ThreadStart::default(),
             poll_max: Duration::ZERO,
+            require_sealed_memory: false,
         }
     }
 

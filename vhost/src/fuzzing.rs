@@ -73,6 +73,7 @@ fn shared(options: u8) -> Shared {
         flush: options & 8 != 0,
         thread_start: Default::default(),
         poll_max: std::time::Duration::ZERO,
+        require_sealed_memory: false,
     };
     Shared {
         disk: Disk::new(zram.expect("a small disk"), config).expect("a right config"),

@@ -9,11 +9,9 @@ use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, Ordering};
 
-use vm_memory::{
-    Address, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, MmapRegion, VolatileMemory,
-    VolatileSlice,
-};
+use vm_memory::{Address, GuestAddress, VolatileMemory, VolatileSlice};
 
+use crate::fault::{self, Mapping};
 use crate::ring::Segment;
 
 /// A buffer is not, or no longer, in guest memory, or the chain is shorter than was counted.
@@ -26,26 +24,54 @@ pub(crate) struct Guest {
     regions: Vec<Region>,
     /// Index of the region found last.
     last: Cell<usize>,
+    /// The losses of regions, anybody's, that this guest is known to have survived.
+    losses_seen: Cell<usize>,
 }
 
-struct Region {
-    start: u64,
-    bytes: u64,
-    map: Arc<MmapRegion>,
+#[derive(Clone)]
+pub(crate) struct Region {
+    pub start: u64,
+    pub bytes: u64,
+    pub mapping: Arc<Mapping>,
 }
 
 impl Guest {
-    pub fn of(mem: &GuestMemoryMmap) -> Guest {
+    /// Of regions sorted by their start.
+    pub fn new(regions: Vec<Region>) -> Guest {
+        Guest {
+            regions,
+            last: Cell::new(0),
+            // Not the present number: one of these may have been lost already.
+            losses_seen: Cell::new(0),
+        }
+    }
+
+    /// Whether some of it is gone. Cheap as long as nobody loses memory.
+    #[inline]
+    pub fn is_lost(&self) -> bool {
+        let losses = fault::losses();
+        losses != self.losses_seen.get() && self.look_for_losses(losses)
+    }
+
+    #[cold]
+    fn look_for_losses(&self, losses: usize) -> bool {
+        let lost = self.regions.iter().any(|region| region.mapping.is_lost());
+        if !lost {
+            self.losses_seen.set(losses);
+        }
+        lost
+    }
+
+    /// Of memory made by vm-memory.
+    #[cfg(any(test, fuzzing))]
+    pub fn of(mem: &vm_memory::GuestMemoryMmap) -> Guest {
+        use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
         let region = |region: &vm_memory::GuestRegionMmap| Region {
             start: region.start_addr().raw_value(),
             bytes: region.len(),
-            map: region.get_mmap(),
+            mapping: Arc::new(Mapping::new(region.get_mmap()).expect("few regions")),
         };
-        Guest {
-            // vm-memory keeps them sorted.
-            regions: mem.iter().map(region).collect(),
-            last: Cell::new(0),
-        }
+        Guest::new(mem.iter().map(region).collect())
     }
 
     /// The region that has `addr`, and where in it that is.
@@ -92,7 +118,7 @@ impl Guest {
     pub fn place(&self, addr: GuestAddress, bytes: u64) -> Option<Place> {
         let (region, offset) = self.find(addr.0)?;
         (bytes <= region.bytes - offset).then(|| Place {
-            map: region.map.clone(),
+            mapping: region.mapping.clone(),
             // A region is mapped, so its size is a usize.
             start: offset as usize,
             bytes: bytes as usize,
@@ -131,12 +157,15 @@ impl Guest {
         while left > 0 {
             let (region, offset) = self.find(at).ok_or(GuestFault)?;
             let here = left.min(region.bytes - offset);
+            let memory = region.mapping.memory();
             each(
-                region
-                    .map
+                memory
                     .get_slice(offset as usize, here as usize)
                     .map_err(|_| GuestFault)?,
             );
+            if region.mapping.is_lost() {
+                return Err(GuestFault);
+            }
             left -= here;
             at = at.wrapping_add(here);
         }
@@ -147,7 +176,7 @@ impl Guest {
 /// An area within one region, found once and kept mapped. Accesses past its end give nothing.
 #[derive(Debug)]
 pub(crate) struct Place {
-    map: Arc<MmapRegion>,
+    mapping: Arc<Mapping>,
     start: usize,
     bytes: usize,
 }
@@ -160,7 +189,10 @@ impl Place {
 
     #[inline]
     fn u16(&self, offset: usize) -> Option<&AtomicU16> {
-        self.map.get_atomic_ref(self.at(offset, size_of::<u16>())?).ok()
+        self.mapping
+            .memory()
+            .get_atomic_ref(self.at(offset, size_of::<u16>())?)
+            .ok()
     }
 
     /// Reads a little-endian field. `None` past the end, or if it is not aligned.
@@ -180,7 +212,7 @@ impl Place {
     #[inline]
     pub fn read<const N: usize>(&self, offset: usize) -> Option<[u8; N]> {
         let mut bytes = [0; N];
-        let slice = self.map.get_slice(self.at(offset, N)?, N).ok()?;
+        let slice = self.mapping.memory().get_slice(self.at(offset, N)?, N).ok()?;
         slice.copy_to(&mut bytes);
         Some(bytes)
     }
@@ -188,7 +220,11 @@ impl Place {
     /// Copies bytes in.
     #[inline]
     pub fn write(&self, offset: usize, bytes: &[u8]) -> Option<()> {
-        let slice = self.map.get_slice(self.at(offset, bytes.len())?, bytes.len()).ok()?;
+        let slice = self
+            .mapping
+            .memory()
+            .get_slice(self.at(offset, bytes.len())?, bytes.len())
+            .ok()?;
         slice.copy_from(bytes);
         Some(())
     }
@@ -260,6 +296,8 @@ impl<'a> Cursor<'a> {
 
 #[cfg(test)]
 mod tests {
+    use vm_memory::GuestMemoryMmap;
+
     use super::*;
     use crate::ring::tests::guest;
 

@@ -50,10 +50,11 @@ impl Session {
         let vrings = (0..shared.disk.config.num_queues)
             .map(|index| Vring::new(index, shared.clone()))
             .collect();
+        let require_sealed = shared.disk.config.require_sealed_memory;
         Session {
             shared,
             vrings,
-            memory: GuestTable::empty(),
+            memory: GuestTable::empty(require_sealed),
             acked_features: 0,
             features_are_set: false,
             calls_are_set: false,
@@ -217,7 +218,7 @@ impl VhostUserBackendReqHandlerMut for Session {
         files: Vec<File>,
         _postcopy_listening: Option<bool>,
     ) -> Result<Option<Vec<VhostUserMemoryRegionBase>>> {
-        self.change_memory(|_| GuestTable::of(regions.iter().map(region_info).zip(files)))?;
+        self.change_memory(|memory| memory.replaced_by(regions.iter().map(region_info).zip(files)))?;
         Ok(None)
     }
 

@@ -105,6 +105,8 @@ pub(crate) enum BrokenRing {
     Head,
     #[error("the ring is not in guest memory")]
     Memory,
+    #[error("guest memory is gone: its file was cut, or the host has no page for it")]
+    MemoryLost,
     #[error("the start index is ahead of the used index by more than the ring's size")]
     Base,
     #[error("too many malformed chains")]

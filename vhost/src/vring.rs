@@ -207,11 +207,14 @@ impl Vring {
         }
         let areas = areas.translate(table).ok_or(VringError::OutsideMemory)?;
         let used_index_is_known = self.used_index_is_known;
-        let guest = Guest::of(table.mem());
+        let guest = table.guest();
         let ring = self.home()?;
         ring.set_up(&guest, size, areas, features.event_idx, features.indirect)?;
         if !used_index_is_known {
             ring.adopt_used_index();
+        }
+        if guest.is_lost() {
+            ring.break_for(BrokenRing::MemoryLost);
         }
         let broken = ring.broken();
         if broken.is_some() {

@@ -83,6 +83,7 @@ impl Rig {
             flush: false,
             thread_start: Default::default(),
             poll_max: Duration::ZERO,
+            require_sealed_memory: false,
         };
         change(&mut config);
         let directory = tempfile::tempdir().unwrap();
