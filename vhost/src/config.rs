@@ -1,12 +1,13 @@
 //! What the owner of a device decides, checked once at start.
 //!
-//! Not here: anything that changes while the device lives. [`Disk`] is the same for every connection and is shared,
-//! unchanging, by the control thread and all workers.
+//! [`Disk`] is the same for every connection and is shared by the control thread and all workers. Of it only the capacity
+//! changes while the device lives.
 
 use std::fmt;
 use std::io;
 use std::str::FromStr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use zram_core::{PAGE_SIZE, SECTOR_SIZE, Zram};
@@ -120,12 +121,11 @@ pub struct DeviceConfig {
     pub require_sealed_memory: bool,
 }
 
-/// A device's unchanging facts.
+/// A device's facts.
 pub(crate) struct Disk {
     pub config: DeviceConfig,
     pub zram: Arc<Zram>,
-    /// In sectors of 512 bytes, a multiple of the sectors of a page.
-    pub capacity_sectors: u64,
+    capacity_sectors: AtomicU64,
 }
 
 impl Disk {
@@ -136,12 +136,22 @@ impl Disk {
         Ok(Disk {
             config,
             zram,
-            capacity_sectors,
+            capacity_sectors: AtomicU64::new(capacity_sectors),
         })
     }
 
     pub fn name(&self) -> &str {
         &self.config.name
+    }
+
+    /// In sectors of 512 bytes, a multiple of the sectors of a page. No order: a request that races with a change is one
+    /// from before or one from after it.
+    pub fn capacity_sectors(&self) -> u64 {
+        self.capacity_sectors.load(Ordering::Relaxed)
+    }
+
+    pub fn set_capacity_sectors(&self, sectors: u64) {
+        self.capacity_sectors.store(sectors, Ordering::Relaxed);
     }
 }
 

@@ -122,8 +122,8 @@ impl Drop for Mark {
     }
 }
 
-/// Installs the handler, once for the process.
-fn install() -> io::Result<()> {
+/// Installs the handler, once for the process. Threads that map memory may not be allowed to.
+pub(crate) fn install() -> io::Result<()> {
     static INSTALLED: OnceLock<Result<(), i32>> = OnceLock::new();
     let installed = INSTALLED.get_or_init(|| {
         vmm_sys_util::signal::register_signal_handler(libc::SIGBUS, on_sigbus).map_err(|error| error.errno())

@@ -80,6 +80,7 @@ fn shared(options: u8) -> Shared {
         counters: vec![QueueCounters::default()],
         log_limit: LogLimit::new(),
         failures: Burst::default(),
+        channel: Default::default(),
     }
 }
 

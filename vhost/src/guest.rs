@@ -182,6 +182,11 @@ pub(crate) struct Place {
 }
 
 impl Place {
+    /// `bytes` bytes from `start` on. Where the mapping ends before, accesses give nothing.
+    pub fn new(mapping: Arc<Mapping>, start: usize, bytes: usize) -> Place {
+        Place { mapping, start, bytes }
+    }
+
     #[inline]
     fn at(&self, offset: usize, bytes: usize) -> Option<usize> {
         (offset.checked_add(bytes)? <= self.bytes).then_some(self.start + offset)

@@ -4,8 +4,10 @@
 //! | --- | --- |
 //! | `config` | what the owner of a device decides, checked once |
 //! | `device` | the control thread: accept, serve one frontend, drop it, accept again |
+//! | `channel` | the backend's own way to the frontend: that the config space has changed |
 //! | `handler` | the vhost-user requests of one connection: features, config space, memory, rings |
 //! | `memory` | the guest's memory as the frontend shares it: mapping, checks, address translation |
+//! | `inflight` | what is in flight, noted in memory that the frontend keeps |
 //! | `vring` | one virtqueue seen from the control thread: when it may start, its thread, its stop |
 //! | `worker` | one virtqueue seen from its own thread: batches, calls, sleep |
 //! | `ring` | the split ring: three-way pop, used ring, notification |
@@ -25,6 +27,7 @@
 //! Sources: virtio 1.3 sections 2.7 (split virtqueues) and 5.2 (block device), and QEMU's vhost-user.rst.
 #![deny(unsafe_code)]
 
+mod channel;
 mod config;
 mod config_space;
 mod counters;
@@ -35,6 +38,7 @@ mod fault;
 pub mod fuzzing;
 mod guest;
 mod handler;
+mod inflight;
 mod memory;
 mod poller;
 mod polling;
@@ -43,9 +47,10 @@ mod ring;
 mod vring;
 mod worker;
 
+pub use channel::Notice;
 pub use config::{
     DeviceConfig, POLL_MAX, QUEUE_SIZE_DEFAULT, QUEUE_SIZE_MAX, QUEUES_MAX, Serial, SerialError, ThreadKind,
     ThreadStart,
 };
 pub use counters::{DeviceStatus, Frontend, RequestCounts};
-pub use device::{Device, Endpoint};
+pub use device::{CapacityError, Device, Endpoint};

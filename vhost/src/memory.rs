@@ -97,8 +97,10 @@ impl GuestTable {
     /// This table and one more region.
     pub fn with(&self, info: RegionInfo, file: File) -> Result<GuestTable, MemoryError> {
         self.check(&info)?;
-        check_file(&info, &file, self.require_sealed)?;
-        let mapping = Arc::new(map(&info, file)?);
+        if self.require_sealed {
+            check_sealed(&file)?;
+        }
+        let mapping = Arc::new(map_checked(&info, file)?);
         let region = Region {
             start: info.guest_addr,
             bytes: info.bytes,
@@ -168,19 +170,23 @@ impl GuestTable {
     }
 }
 
-fn check_file(info: &RegionInfo, file: &File, require_sealed: bool) -> Result<(), MemoryError> {
+/// What has no seals is no memfd, and can be cut.
+fn check_sealed(file: &File) -> Result<(), MemoryError> {
+    match rustix::fs::fcntl_get_seals(file) {
+        Ok(seals) if seals.contains(SealFlags::SHRINK) => Ok(()),
+        _ => Err(MemoryError::Unsealed),
+    }
+}
+
+fn check_file(info: &RegionInfo, file: &File) -> Result<(), MemoryError> {
     let stat = rustix::fs::fstat(file).map_err(|error| MemoryError::Map(error.into()))?;
     if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
         return Err(MemoryError::NotAFile);
     }
-    // What has no seals is no memfd, and can be cut.
-    if require_sealed && !rustix::fs::fcntl_get_seals(file).is_ok_and(|seals| seals.contains(SealFlags::SHRINK)) {
-        return Err(MemoryError::Unsealed);
-    }
     check_huge_pages(info, file)?;
-    // `check` has seen that the sum does not wrap. The size need not be whole OS pages: libblkio's is not.
-    match u64::try_from(stat.st_size) {
-        Ok(size) if info.file_offset + info.bytes <= size => Ok(()),
+    // The size need not be whole OS pages: libblkio's is not.
+    match (u64::try_from(stat.st_size), info.file_offset.checked_add(info.bytes)) {
+        (Ok(size), Some(end)) if end <= size => Ok(()),
         _ => Err(MemoryError::PastFile),
     }
 }
@@ -197,7 +203,9 @@ fn check_huge_pages(info: &RegionInfo, file: &File) -> Result<(), MemoryError> {
     }
 }
 
-fn map(info: &RegionInfo, file: File) -> Result<Mapping, MemoryError> {
+/// Maps what lies in the file, and is neither cut nor half a huge page.
+pub(crate) fn map_checked(info: &RegionInfo, file: File) -> Result<Mapping, MemoryError> {
+    check_file(info, &file)?;
     let bytes = usize::try_from(info.bytes).map_err(|_| MemoryError::TooLarge)?;
     let map = MmapRegion::from_file(FileOffset::new(file, info.file_offset), bytes)
         .map_err(|error| MemoryError::Map(io::Error::other(error)))?;

@@ -229,7 +229,7 @@ fn data_range(first: Sector, bytes: u64, disk: &Disk) -> Result<SectorRange, Ref
 
 fn on_disk(range: SectorRange, disk: &Disk) -> Result<SectorRange, Refusal> {
     match range.first.0.checked_add(range.count) {
-        Some(end) if end <= disk.capacity_sectors => Ok(range),
+        Some(end) if end <= disk.capacity_sectors() => Ok(range),
         _ => Err(Refusal::OutOfRange),
     }
 }

@@ -22,6 +22,7 @@ use vm_memory::GuestAddress;
 
 use crate::config_space::SEG_MAX;
 use crate::guest::{Guest, Place};
+use crate::inflight::Inflight;
 
 /// Bytes of one descriptor: address (8), length (4), flags (2), next (2).
 const DESCRIPTOR_BYTES: usize = 16;
@@ -150,6 +151,7 @@ pub(crate) struct Ring {
     published: Wrapping<u16>,
     /// The used index up to which it was decided whether to call.
     called: Wrapping<u16>,
+    inflight: Option<Inflight>,
     bad_chains: u32,
     broken: Option<BrokenRing>,
 }
@@ -184,6 +186,7 @@ impl Ring {
             next_used: Wrapping(0),
             published: Wrapping(0),
             called: Wrapping(0),
+            inflight: None,
             bad_chains: 0,
             broken: None,
         }
@@ -212,9 +215,9 @@ impl Ring {
 
     /// Lets go of guest memory. What was popped and not completed is to be popped again.
     pub fn bring_home(&mut self) {
+        self.unpop();
         self.places = None;
-        self.next_avail = Wrapping(self.base());
-        self.in_hand = Wrapping(0);
+        self.inflight = None;
     }
 
     /// Where to go on in the avail ring, as the frontend says.
@@ -239,6 +242,20 @@ impl Ring {
             }
             Ok(_) => self.broken = Some(BrokenRing::Base),
             Err(reason) => self.broken = Some(reason),
+        }
+    }
+
+    /// Tracks what is in flight in `part`, from now until the ring comes home. If it was tracked there before, the ring
+    /// goes on from its used index.
+    pub fn track(&mut self, part: Place) {
+        match Inflight::begin(part, self.size, self.published.0) {
+            Some((inflight, was_in_use)) => {
+                self.inflight = Some(inflight);
+                if was_in_use {
+                    self.set_base(self.published.0);
+                }
+            }
+            None => self.broken = Some(BrokenRing::Memory),
         }
     }
 
@@ -301,6 +318,9 @@ impl Ring {
     pub fn unpop(&mut self) {
         self.next_avail -= self.in_hand;
         self.in_hand = Wrapping(0);
+        if let Some(inflight) = &mut self.inflight {
+            inflight.put_back();
+        }
     }
 
     fn pop_head(&mut self) -> Result<Option<u16>, BrokenRing> {
@@ -318,6 +338,9 @@ impl Ring {
         }
         self.next_avail += 1;
         self.in_hand += 1;
+        if let Some(inflight) = &mut self.inflight {
+            inflight.take(head).ok_or(BrokenRing::Memory)?;
+        }
         Ok(Some(head))
     }
 
@@ -387,6 +410,9 @@ impl Ring {
             .ok_or(BrokenRing::Memory)?;
         self.next_used += 1;
         self.in_hand -= 1;
+        if let Some(inflight) = &mut self.inflight {
+            inflight.complete();
+        }
         Ok(())
     }
 
@@ -403,12 +429,20 @@ impl Ring {
 
     /// Shows the driver what was completed. Release: it finds the entries, statuses and data behind the index.
     pub fn publish(&mut self) -> Result<(), BrokenRing> {
-        if self.published != self.next_used {
-            let stored = self.places()?.used.store(INDEX, self.next_used.0, Ordering::Release);
-            stored.ok_or(BrokenRing::Memory)?;
-            self.published = self.next_used;
+        if self.published == self.next_used {
+            return Ok(());
         }
-        Ok(())
+        let used = self.next_used.0;
+        if let Some(inflight) = &mut self.inflight {
+            inflight.before_publishing().ok_or(BrokenRing::Memory)?;
+        }
+        let stored = self.places()?.used.store(INDEX, used, Ordering::Release);
+        stored.ok_or(BrokenRing::Memory)?;
+        self.published = self.next_used;
+        match &mut self.inflight {
+            Some(inflight) => inflight.after_publishing(used).ok_or(BrokenRing::Memory),
+            None => Ok(()),
+        }
     }
 
     /// Whether something was published since the last time and the driver wants to hear of it.

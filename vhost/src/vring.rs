@@ -14,6 +14,7 @@ use std::sync::Arc;
 use rustix::fs::{FileType, OFlags};
 
 use crate::guest::Guest;
+use crate::inflight;
 use crate::memory::GuestTable;
 use crate::ring::{Areas, BadAreas, BrokenRing, Ring};
 use crate::worker::{self, Kick, Parts, RunningWorker, Shared, Signals};
@@ -63,6 +64,8 @@ pub(crate) enum VringError {
     Areas(#[from] BadAreas),
     #[error("a kick, call or error descriptor is a file or directory")]
     NotAnEvent,
+    #[error("the in-flight region has no part for the ring")]
+    NoInflightPart,
     #[error("starting the queue: {0}")]
     Start(#[source] io::Error),
 }
@@ -198,7 +201,12 @@ impl Vring {
     }
 
     /// Starts the ring if all that it needs has come.
-    pub fn start_if_ready(&mut self, table: &GuestTable, features: RingFeatures) -> Result<(), VringError> {
+    pub fn start_if_ready(
+        &mut self,
+        table: &GuestTable,
+        features: RingFeatures,
+        inflight: Option<&inflight::Region>,
+    ) -> Result<(), VringError> {
         let (Some(size), Some(areas), Some(kick)) = (self.size, self.areas, self.kick.clone()) else {
             return Ok(());
         };
@@ -207,11 +215,18 @@ impl Vring {
         }
         let areas = areas.translate(table).ok_or(VringError::OutsideMemory)?;
         let used_index_is_known = self.used_index_is_known;
+        let part = match inflight.map(|region| region.part(self.index, size)) {
+            Some(None) => return Err(VringError::NoInflightPart),
+            part => part.flatten(),
+        };
         let guest = table.guest();
         let ring = self.home()?;
         ring.set_up(&guest, size, areas, features.event_idx, features.indirect)?;
         if !used_index_is_known {
             ring.adopt_used_index();
+        }
+        if let (None, Some(part)) = (ring.broken(), part) {
+            ring.track(part);
         }
         if guest.is_lost() {
             ring.break_for(BrokenRing::MemoryLost);

@@ -25,6 +25,7 @@ use vm_memory::GuestAddress;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use zram_core::Page;
 
+use crate::channel::Channel;
 use crate::config::{Disk, ThreadKind};
 use crate::counters::{Burst, LogLimit, QueueCounters};
 use crate::execute::{Execution, Store};
@@ -58,6 +59,7 @@ pub(crate) struct Shared {
     pub counters: Vec<QueueCounters>,
     pub log_limit: LogLimit,
     pub failures: Burst,
+    pub channel: Channel,
 }
 
 impl Shared {
@@ -590,6 +592,7 @@ pub(crate) mod tests {
                 counters: vec![QueueCounters::default()],
                 log_limit: LogLimit::new(),
                 failures: Burst::default(),
+                channel: Default::default(),
             });
             let mem = Arc::new(guest(0x1_0000));
             let mut ring = Ring::new(SIZE);

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)] // a test's way to fail
 
 mod client;
+mod transcript;
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
