@@ -5,6 +5,7 @@ use std::ffi::{OsStr, OsString};
 use std::num::NonZero;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use clap::builder::PossibleValuesParser;
 use clap::error::ErrorKind;
@@ -13,7 +14,9 @@ use nix::unistd::Group;
 use rustix::fs::Gid;
 use tracing_subscriber::filter::LevelFilter;
 use zram_core::{Algorithm, DISK_BYTES_MAX, DecompressionContexts, MEM_LIMIT_MIN, PAGE_SIZE, WORKERS_MAX};
-use zram_vhost::{POLL_MAX, QUEUE_SIZE_DEFAULT, QUEUE_SIZE_MAX, QUEUES_MAX, Serial};
+use zram_vhost::{
+    BURST_DEFAULT, BURST_MAX, POLL_MAX, QUEUE_SIZE_DEFAULT, QUEUE_SIZE_MAX, QUEUES_MAX, RateLimit, Serial,
+};
 
 use crate::{sandbox, size};
 
@@ -53,6 +56,8 @@ pub struct Config {
     pub logical_block_size: u32,
     /// The longest that a queue is watched before its worker sleeps. Microseconds, 0..=1000.
     pub poll_us: u16,
+    /// How much the disk may move.
+    pub rate_limit: RateLimit,
     /// Whether memory that its frontend could cut is refused.
     pub require_sealed_memory: bool,
     /// Where the control socket goes.
@@ -83,6 +88,7 @@ pub struct Permissions {
 
 /// What a command line asks for.
 #[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "there is one, at start")]
 pub enum Invocation {
     /// Serve this disk.
     Serve(Config),
@@ -189,6 +195,23 @@ struct Arguments {
     #[arg(long, value_name = "N", default_value_t = POLL_US_DEFAULT, allow_negative_numbers = true,
           value_parser = clap::value_parser!(u16).range(..=POLL_MAX.as_micros() as i64))]
     poll_us: u16,
+
+    /// The most reads and writes a second, all queues together, from 1 [default: no limit]
+    ///
+    /// Discarding and zeroing are not counted, here and in --bandwidth-limit.
+    #[arg(long, value_name = "N", allow_negative_numbers = true, value_parser = clap::value_parser!(u64).range(1..))]
+    iops_limit: Option<u64>,
+
+    /// The most bytes read and written a second, all queues together, from 1 [default: no limit]
+    ///
+    /// Written like --size.
+    #[arg(long, value_name = "SIZE", allow_negative_numbers = true, value_parser = bandwidth)]
+    bandwidth_limit: Option<u64>,
+
+    /// How much of the limits may be saved up while the disk is idle, in milliseconds' worth, 0 to 60000
+    #[arg(long, value_name = "MS", default_value_t = BURST_DEFAULT.as_millis() as u16, allow_negative_numbers = true,
+          value_parser = clap::value_parser!(u16).range(..=BURST_MAX.as_millis() as i64))]
+    limit_burst_ms: u16,
 
     /// Refuse VMs whose memory is not sealed against shrinking
     ///
@@ -303,6 +326,11 @@ impl Config {
             queue_size_max: arguments.queue_size_max,
             poll_us: arguments.poll_us,
             require_sealed_memory: arguments.require_sealed_memory,
+            rate_limit: RateLimit {
+                iops: arguments.iops_limit,
+                bytes_per_second: arguments.bandwidth_limit,
+                burst: Duration::from_millis(u64::from(arguments.limit_burst_ms)),
+            },
             read_only: arguments.read_only,
             logical_block_size: if arguments.logical_block_size == "512" {
                 512
@@ -353,6 +381,15 @@ pub fn absolute(path: &Path) -> PathBuf {
 
 fn disk_size(text: &str) -> Result<u64, String> {
     in_range(size::parse(text)?, 1, DISK_BYTES_MAX, "1 byte to 16T")
+}
+
+fn bandwidth(text: &str) -> Result<u64, String> {
+    in_range(
+        size::parse(text)?,
+        1,
+        u64::MAX,
+        "1 byte and up; leave the option out for no limit",
+    )
 }
 
 fn mem_limit(text: &str) -> Result<u64, String> {

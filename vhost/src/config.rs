@@ -1,7 +1,7 @@
 //! What the owner of a device decides, checked once at start.
 //!
 //! [`Disk`] is the same for every connection and is shared by the control thread and all workers. Of it only the capacity
-//! changes while the device lives.
+//! and the rate limit change while the device lives.
 
 use std::fmt;
 use std::io;
@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use crate::limit::{BURST_MAX, Limiter, RateLimit};
 use zram_core::{PAGE_SIZE, SECTOR_SIZE, Zram};
 
 /// Virtqueues of one device. QEMU refuses a backend with fewer queues than the guest has vCPUs.
@@ -119,6 +120,8 @@ pub struct DeviceConfig {
     pub poll_max: Duration,
     /// Refuse guest memory whose file is not sealed against shrinking. Otherwise a frontend that cuts it loses its disk.
     pub require_sealed_memory: bool,
+    /// At first; [`crate::Device::set_rate_limit`] changes it.
+    pub rate_limit: RateLimit,
 }
 
 /// A device's facts.
@@ -126,6 +129,7 @@ pub(crate) struct Disk {
     pub config: DeviceConfig,
     pub zram: Arc<Zram>,
     capacity_sectors: AtomicU64,
+    pub limiter: Limiter,
 }
 
 impl Disk {
@@ -134,6 +138,7 @@ impl Disk {
         let capacity_sectors = zram.size_bytes() / SECTOR_SIZE as u64;
         assert_eq!(zram.size_bytes() % PAGE_SIZE as u64, 0, "the core holds whole pages");
         Ok(Disk {
+            limiter: Limiter::new(&config.rate_limit),
             config,
             zram,
             capacity_sectors: AtomicU64::new(capacity_sectors),
@@ -174,6 +179,12 @@ fn check(config: &DeviceConfig) -> io::Result<()> {
     if logical_block_size != 512 && logical_block_size != 4096 {
         return wrong(format!("logical block size {logical_block_size}: must be 512 or 4096"));
     }
+    if !config.rate_limit.is_valid() {
+        return wrong(format!(
+            "{:?}: limits must not be 0, the burst at most {BURST_MAX:?}",
+            config.rate_limit
+        ));
+    }
     if config.poll_max > POLL_MAX {
         return wrong(format!(
             "polling for {:?}: must be at most {POLL_MAX:?}",
@@ -185,6 +196,7 @@ fn check(config: &DeviceConfig) -> io::Result<()> {
 
 #[cfg(test)]
 pub(crate) mod tests {
+    use crate::limit::RateLimit;
     use zram_core::{Algorithm, Codecs, Options};
 
     use super::*;
@@ -201,6 +213,7 @@ pub(crate) mod tests {
             thread_start: ThreadStart::default(),
             poll_max: Duration::ZERO,
             require_sealed_memory: false,
+            rate_limit: RateLimit::default(),
         }
     }
 

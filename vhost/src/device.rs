@@ -29,6 +29,7 @@ use crate::config::{DeviceConfig, Disk, ThreadKind};
 use crate::counters::{Burst, DeviceStatus, Frontend, LogLimit, QueueCounters, RequestCounts};
 use crate::fault;
 use crate::handler::Session;
+use crate::limit::RateLimit;
 use crate::poller::Poller;
 use crate::worker::{self, Shared};
 
@@ -149,6 +150,15 @@ impl Device {
         }
         disk.set_capacity_sectors(bytes / SECTOR_SIZE as u64);
         Ok(self.shared.channel.tell_config_change())
+    }
+
+    /// Changes how much the disk may move from now on. A request that waits already asks again within 100 ms.
+    pub fn set_rate_limit(&self, limit: &RateLimit) -> io::Result<()> {
+        if !limit.is_valid() {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, format!("{limit:?}")));
+        }
+        self.shared.disk.limiter.set(limit);
+        Ok(())
     }
 
     /// Readable once the device has ended by itself: its stream was closed, or its control thread failed.

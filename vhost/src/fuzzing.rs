@@ -74,6 +74,7 @@ fn shared(options: u8) -> Shared {
         thread_start: Default::default(),
         poll_max: std::time::Duration::ZERO,
         require_sealed_memory: false,
+        rate_limit: Default::default(),
     };
     Shared {
         disk: Disk::new(zram.expect("a small disk"), config).expect("a right config"),

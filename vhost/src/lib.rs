@@ -16,6 +16,7 @@
 //! | `guest` | guest memory as a worker sees it: copies between a chain's buffers and private memory |
 //! | `fault` | guest memory that vanishes costs its own disk only; the one room with `unsafe` |
 //! | `config_space` | virtio-blk's config space |
+//! | `limit` | requests and bytes a second |
 //! | `poller` | an epoll instance that closes itself |
 //! | `polling` | whether a worker looks at its ring before it sleeps, and how long |
 //! | `counters` | what the device counts, and how often it may log |
@@ -39,6 +40,7 @@ pub mod fuzzing;
 mod guest;
 mod handler;
 mod inflight;
+mod limit;
 mod memory;
 mod poller;
 mod polling;
@@ -54,3 +56,4 @@ pub use config::{
 };
 pub use counters::{DeviceStatus, Frontend, RequestCounts};
 pub use device::{CapacityError, Device, Endpoint};
+pub use limit::{BURST_DEFAULT, BURST_MAX, RateLimit};

@@ -18,12 +18,13 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 
 use epoll::Events;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use vm_memory::GuestAddress;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
-use zram_core::Page;
+use zram_core::{Page, SECTOR_SIZE};
 
 use crate::channel::Channel;
 use crate::config::{Disk, ThreadKind};
@@ -48,6 +49,9 @@ const PREFETCH_AHEAD: usize = 1;
 /// Time between two looks at a ring whose frontend gave no kick descriptor, or at objects that a reader still held when
 /// the last batch ended.
 const POLL_MS: i32 = 1;
+
+/// The longest that a worker waits for the rate limit without asking again: it may have been raised.
+const LIMIT_WAIT_MAX: Duration = Duration::from_millis(100);
 
 const STOP: u64 = 0;
 const KICK: u64 = 1;
@@ -254,6 +258,8 @@ pub(crate) struct QueueWorker {
     store: Store,
     batch: Box<[Taken]>,
     polling: Polling,
+    /// The disk's rate limit is reached: nothing is served before.
+    limited_until: Option<Instant>,
 }
 
 impl QueueWorker {
@@ -280,6 +286,7 @@ impl QueueWorker {
             },
             batch: (0..CHAINS_PER_BATCH).map(|_| Taken::default()).collect(),
             polling,
+            limited_until: None,
         }
     }
 
@@ -300,7 +307,7 @@ impl QueueWorker {
 
     /// Serves the ring until it is empty, broken or to be stopped.
     pub fn turn(&mut self, stop: &AtomicBool) {
-        if self.ring.broken().is_some() {
+        if self.ring.broken().is_some() || self.is_limited() {
             return;
         }
         if let Err(reason) = self.serve(stop) {
@@ -312,6 +319,9 @@ impl QueueWorker {
         loop {
             self.ring.silence_kicks()?;
             while self.serve_batch(stop)?.is_continue() {}
+            if self.limited_until.is_some() {
+                return Ok(());
+            }
             if self.look(stop) {
                 continue;
             }
@@ -320,6 +330,26 @@ impl QueueWorker {
                 continue;
             }
             return Ok(());
+        }
+    }
+
+    /// Whether the rate limit is still to be waited for.
+    fn is_limited(&mut self) -> bool {
+        self.limited_until = self.limited_until.filter(|until| *until > Instant::now());
+        self.limited_until.is_some()
+    }
+
+    /// Whether the request may pass now. If not, the worker is to sleep.
+    fn passes_limit(&mut self, request: Request) -> bool {
+        let (Request::In(range) | Request::Out(range)) = request else {
+            return true;
+        };
+        match self.shared.disk.limiter.pass(range.count * SECTOR_SIZE as u64) {
+            Ok(()) => true,
+            Err(wait) => {
+                self.limited_until = Some(Instant::now() + wait.min(LIMIT_WAIT_MAX));
+                false
+            }
         }
     }
 
@@ -374,7 +404,7 @@ impl QueueWorker {
         (self.batch.len(), Ok(ControlFlow::Continue(())))
     }
 
-    /// Executes what was taken and completes it, in order. `Break` on stop: the rest is put back.
+    /// Executes what was taken and completes it, in order. `Break` on stop or at the rate limit: the rest is put back.
     fn answer_all(&mut self, count: usize, stop: &AtomicBool) -> Result<ControlFlow<()>, BrokenRing> {
         for index in 0..count {
             self.prefetch(index + PREFETCH_AHEAD);
@@ -398,7 +428,7 @@ impl QueueWorker {
         }
     }
 
-    /// Executes and completes one chain. `Break` on stop: it is to be done again.
+    /// Executes and completes one chain. `Break` on stop or at the rate limit: it is to be done again.
     fn answer(&mut self, index: usize, stop: &AtomicBool) -> Result<ControlFlow<()>, BrokenRing> {
         let Some(&Taken { head, order, .. }) = self.batch.get(index) else {
             return Ok(ControlFlow::Continue(()));
@@ -412,6 +442,7 @@ impl QueueWorker {
             return Ok(ControlFlow::Continue(()));
         };
         let outcome = match request {
+            Ok(request) if !self.passes_limit(request) => return Ok(ControlFlow::Break(())),
             Ok(request) => match self.execute(index, request, stop) {
                 ControlFlow::Continue(outcome) => outcome,
                 ControlFlow::Break(()) => return Ok(ControlFlow::Break(())),
@@ -525,6 +556,11 @@ impl QueueWorker {
 
     /// How long to sleep if nothing happens.
     fn sleep_ms(&self) -> i32 {
+        if let Some(until) = self.limited_until {
+            // Rounded up, or it would turn idly through the last millisecond.
+            let left = until.saturating_duration_since(Instant::now());
+            return i32::try_from(left.as_millis()).unwrap_or(0).saturating_add(1);
+        }
         match self.ring.broken() {
             None if matches!(self.kick, Kick::Polled) => POLL_MS,
             Some(BrokenRing::Defect) => -1,
@@ -555,6 +591,7 @@ pub(crate) mod tests {
     use crate::config::DeviceConfig;
     use crate::config::tests::disk;
     use crate::counters::RequestCounts;
+    use crate::limit::RateLimit;
     use crate::ring::Areas;
     use crate::ring::tests::{NEXT, WRITE, guest};
 
@@ -719,6 +756,50 @@ pub(crate) mod tests {
         assert_eq!(bench.queue.ring.base(), 0);
         bench.turn();
         assert_eq!(bench.used_and_status(), (1, 0));
+    }
+
+    #[test]
+    fn requests_above_the_limit_wait_in_the_ring_and_are_not_lost() {
+        let limit = |per_second| RateLimit {
+            iops: Some(per_second),
+            burst: Duration::ZERO,
+            ..RateLimit::default()
+        };
+        let mut bench = Bench::new(|config| config.rate_limit = limit(1));
+        for _ in 0..3 {
+            bench.put(0, &[0; 512], true);
+        }
+        bench.turn();
+        assert_eq!(bench.used_and_status().0, 1, "the first passes");
+        assert_eq!(bench.counts().calls, 1, "and is told of");
+        assert!(
+            (90..=101).contains(&bench.queue.sleep_ms()),
+            "{}",
+            bench.queue.sleep_ms()
+        );
+        bench.turn();
+        assert_eq!(bench.used_and_status().0, 1, "a kick changes nothing");
+        bench.shared.disk.limiter.set(&limit(1000));
+        let end = Instant::now() + Duration::from_secs(10);
+        while bench.used_and_status().0 < 3 {
+            assert!(Instant::now() < end);
+            std::thread::sleep(Duration::from_millis(bench.queue.sleep_ms().max(0) as u64));
+            bench.turn();
+        }
+        assert_eq!(bench.counts().reads, 3);
+    }
+
+    #[test]
+    fn discards_pass_whatever_the_limit() {
+        let mut bench = Bench::new(|config| {
+            config.rate_limit.bytes_per_second = Some(1);
+            config.rate_limit.burst = Duration::ZERO;
+        });
+        for used in 1..=3 {
+            bench.put(11, &range(0, 8), false);
+            bench.turn();
+            assert_eq!(bench.used_and_status(), (used, 0));
+        }
     }
 
     #[test]

@@ -84,6 +84,7 @@ impl Rig {
             thread_start: Default::default(),
             poll_max: Duration::ZERO,
             require_sealed_memory: false,
+            rate_limit: Default::default(),
         };
         change(&mut config);
         let directory = tempfile::tempdir().unwrap();

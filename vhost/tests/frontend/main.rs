@@ -816,6 +816,7 @@ fn an_inherited_connection_ends_the_device() {
         thread_start: Default::default(),
         poll_max: Duration::ZERO,
         require_sealed_memory: false,
+        rate_limit: Default::default(),
     };
     let device = Device::start(zram, Endpoint::Stream(theirs), config).unwrap();
     let mut client = Client::on(ours);
