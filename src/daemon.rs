@@ -343,6 +343,9 @@ fn device_config(config: &Config, name: &str, sandbox: &Sandbox) -> Result<Devic
                 ThreadKind::Worker => Kind::Worker,
             });
         }),
+        require_sealed_memory: config.require_sealed_memory,
+        rate_limit: config.rate_limit,
+        poll_max: Duration::from_micros(u64::from(config.poll_us)),
     })
 }
 

@@ -259,6 +259,12 @@ const DEVICE: &[Call] = &[
     is(libc::SYS_fcntl, 1, libc::F_DUPFD_CLOEXEC as c_long),
     is(libc::SYS_fcntl, 1, libc::F_GETFL as c_long),
     is(libc::SYS_fcntl, 1, libc::F_SETFL as c_long),
+    // What memory is sealed against and lies on; the in-flight region.
+    is(libc::SYS_fcntl, 1, libc::F_GET_SEALS as c_long),
+    is(libc::SYS_fcntl, 1, libc::F_ADD_SEALS as c_long),
+    any(libc::SYS_fstatfs),
+    any(libc::SYS_memfd_create),
+    any(libc::SYS_ftruncate),
     any(libc::SYS_epoll_create1),
     any(libc::SYS_epoll_ctl),
     any(libc::SYS_eventfd2),

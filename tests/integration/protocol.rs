@@ -52,6 +52,8 @@ fn the_offered_protocol_features_contain_what_frontends_need() {
         | VhostUserProtocolFeatures::REPLY_ACK
         | VhostUserProtocolFeatures::CONFIG
         | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
+        | VhostUserProtocolFeatures::BACKEND_REQ
+        | VhostUserProtocolFeatures::INFLIGHT_SHMFD
         | VhostUserProtocolFeatures::RESET_DEVICE;
     assert_eq!(offered, expected);
     assert_eq!(guest.frontend.get_queue_num().unwrap(), 64);

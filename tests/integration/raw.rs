@@ -110,6 +110,8 @@ impl Guest {
             | VhostUserProtocolFeatures::REPLY_ACK
             | VhostUserProtocolFeatures::CONFIG
             | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
+            | VhostUserProtocolFeatures::BACKEND_REQ
+            | VhostUserProtocolFeatures::INFLIGHT_SHMFD
             | VhostUserProtocolFeatures::RESET_DEVICE;
         frontend.set_protocol_features(all & used).map_err(protocol)?;
         if all.contains(VhostUserProtocolFeatures::REPLY_ACK) {

@@ -1,13 +1,16 @@
 //! What the owner of a device decides, checked once at start.
 //!
-//! Not here: anything that changes while the device lives. [`Disk`] is the same for every connection and is shared,
-//! unchanging, by the control thread and all workers.
+//! [`Disk`] is the same for every connection and is shared by the control thread and all workers. Of it only the capacity
+//! and the rate limit change while the device lives.
 
 use std::fmt;
 use std::io;
 use std::str::FromStr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
+use crate::limit::{BURST_MAX, Limiter, RateLimit};
 use zram_core::{PAGE_SIZE, SECTOR_SIZE, Zram};
 
 /// Virtqueues of one device. QEMU refuses a backend with fewer queues than the guest has vCPUs.
@@ -18,6 +21,9 @@ pub const QUEUE_SIZE_MAX: u16 = 32768;
 
 /// Ring size accepted by default: QEMU's own maximum.
 pub const QUEUE_SIZE_DEFAULT: u16 = 1024;
+
+/// The longest time for which an empty ring may be looked at.
+pub const POLL_MAX: Duration = Duration::from_millis(1);
 
 /// The disk's serial number as GET_ID answers it: 1 to 20 bytes, padded with NUL, not terminated when full.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -110,14 +116,20 @@ pub struct DeviceConfig {
     pub flush: bool,
     /// For who gives up rights that threads do not need.
     pub thread_start: ThreadStart,
+    /// The longest that a worker looks at its empty ring before it sleeps, at most [`POLL_MAX`]; 0 is not at all.
+    pub poll_max: Duration,
+    /// Refuse guest memory whose file is not sealed against shrinking. Otherwise a frontend that cuts it loses its disk.
+    pub require_sealed_memory: bool,
+    /// At first; [`crate::Device::set_rate_limit`] changes it.
+    pub rate_limit: RateLimit,
 }
 
-/// A device's unchanging facts.
+/// A device's facts.
 pub(crate) struct Disk {
     pub config: DeviceConfig,
     pub zram: Arc<Zram>,
-    /// In sectors of 512 bytes, a multiple of the sectors of a page.
-    pub capacity_sectors: u64,
+    capacity_sectors: AtomicU64,
+    pub limiter: Limiter,
 }
 
 impl Disk {
@@ -126,14 +138,25 @@ impl Disk {
         let capacity_sectors = zram.size_bytes() / SECTOR_SIZE as u64;
         assert_eq!(zram.size_bytes() % PAGE_SIZE as u64, 0, "the core holds whole pages");
         Ok(Disk {
+            limiter: Limiter::new(&config.rate_limit),
             config,
             zram,
-            capacity_sectors,
+            capacity_sectors: AtomicU64::new(capacity_sectors),
         })
     }
 
     pub fn name(&self) -> &str {
         &self.config.name
+    }
+
+    /// In sectors of 512 bytes, a multiple of the sectors of a page. No order: a request that races with a change is one
+    /// from before or one from after it.
+    pub fn capacity_sectors(&self) -> u64 {
+        self.capacity_sectors.load(Ordering::Relaxed)
+    }
+
+    pub fn set_capacity_sectors(&self, sectors: u64) {
+        self.capacity_sectors.store(sectors, Ordering::Relaxed);
     }
 }
 
@@ -156,11 +179,24 @@ fn check(config: &DeviceConfig) -> io::Result<()> {
     if logical_block_size != 512 && logical_block_size != 4096 {
         return wrong(format!("logical block size {logical_block_size}: must be 512 or 4096"));
     }
+    if !config.rate_limit.is_valid() {
+        return wrong(format!(
+            "{:?}: limits must not be 0, the burst at most {BURST_MAX:?}",
+            config.rate_limit
+        ));
+    }
+    if config.poll_max > POLL_MAX {
+        return wrong(format!(
+            "polling for {:?}: must be at most {POLL_MAX:?}",
+            config.poll_max
+        ));
+    }
     Ok(())
 }
 
 #[cfg(test)]
 pub(crate) mod tests {
+    use crate::limit::RateLimit;
     use zram_core::{Algorithm, Codecs, Options};
 
     use super::*;
@@ -175,6 +211,9 @@ pub(crate) mod tests {
             logical_block_size: 4096,
             flush: false,
             thread_start: ThreadStart::default(),
+            poll_max: Duration::ZERO,
+            require_sealed_memory: false,
+            rate_limit: RateLimit::default(),
         }
     }
 
@@ -218,5 +257,6 @@ pub(crate) mod tests {
         assert!(refused(|config| config.queue_size_max = 1).contains("power of two"));
         assert!(refused(|config| config.queue_size_max = 100).contains("power of two"));
         assert!(refused(|config| config.logical_block_size = 1024).contains("512 or 4096"));
+        assert!(refused(|config| config.poll_max = Duration::from_secs(1)).contains("at most 1ms"));
     }
 }

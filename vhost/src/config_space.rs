@@ -78,7 +78,7 @@ fn fields(disk: &Disk) -> [u8; CONFIG_BYTES] {
             *to = *from;
         }
     };
-    put(0, &disk.capacity_sectors.to_le_bytes());
+    put(0, &disk.capacity_sectors().to_le_bytes());
     put(12, &SEG_MAX.to_le_bytes());
     put(20, &block_bytes.to_le_bytes());
     put(24, &[blocks_per_page.trailing_zeros() as u8]); // physical_block_exp

@@ -8,7 +8,7 @@
 //!
 //! The path of the socket, its mode and its end are the owner's affair.
 
-use std::io;
+use std::io::{self, IoSliceMut};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -19,14 +19,17 @@ use std::time::{Duration, Instant};
 
 use epoll::Events;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
-use rustix::net::RecvFlags;
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags};
 use vhost::vhost_user::{BackendReqHandler, Error};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
-use zram_core::Zram;
+use zram_core::{PAGE_SIZE, SECTOR_SIZE, Zram};
 
+use crate::channel::Notice;
 use crate::config::{DeviceConfig, Disk, ThreadKind};
 use crate::counters::{Burst, DeviceStatus, Frontend, LogLimit, QueueCounters, RequestCounts};
+use crate::fault;
 use crate::handler::Session;
+use crate::limit::RateLimit;
 use crate::poller::Poller;
 use crate::worker::{self, Shared};
 
@@ -63,6 +66,11 @@ pub struct Device {
     board: Arc<Board>,
 }
 
+/// A size that the disk cannot have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("a capacity of {0} bytes: it is a multiple of 4096, at least 4096 and at most the disk's {1}")]
+pub struct CapacityError(u64, u64);
+
 /// What the control thread tells [`Device::status`].
 #[derive(Default)]
 struct Board {
@@ -83,6 +91,7 @@ impl Board {
 impl Device {
     /// Starts the control thread.
     pub fn start(zram: Arc<Zram>, endpoint: Endpoint, config: DeviceConfig) -> io::Result<Device> {
+        fault::install()?;
         let disk = Disk::new(zram, config)?;
         let counters = (0..disk.config.num_queues).map(|_| QueueCounters::default()).collect();
         let shared = Arc::new(Shared {
@@ -90,6 +99,7 @@ impl Device {
             counters,
             log_limit: LogLimit::new(),
             failures: Burst::default(),
+            channel: Default::default(),
         });
         let board = Arc::<Board>::default();
         let stop = Arc::new(EventFd::new(EFD_NONBLOCK)?);
@@ -129,6 +139,26 @@ impl Device {
             failed_connections: self.board.failed_connections.load(Ordering::Relaxed),
             requests: RequestCounts::sum(self.shared.counters.iter()),
         }
+    }
+
+    /// Changes the size that guests see, within what the disk holds, and tells the frontend. The caller sees to what lies
+    /// behind a new, smaller end; requests for it that were taken before may still be served.
+    pub fn set_capacity(&self, bytes: u64) -> Result<Notice, CapacityError> {
+        let disk = &self.shared.disk;
+        if bytes == 0 || !bytes.is_multiple_of(PAGE_SIZE as u64) || bytes > disk.zram.size_bytes() {
+            return Err(CapacityError(bytes, disk.zram.size_bytes()));
+        }
+        disk.set_capacity_sectors(bytes / SECTOR_SIZE as u64);
+        Ok(self.shared.channel.tell_config_change())
+    }
+
+    /// Changes how much the disk may move from now on. A request that waits already asks again within 100 ms.
+    pub fn set_rate_limit(&self, limit: &RateLimit) -> io::Result<()> {
+        if !limit.is_valid() {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, format!("{limit:?}")));
+        }
+        self.shared.disk.limiter.set(limit);
+        Ok(())
     }
 
     /// Readable once the device has ended by itself: its stream was closed, or its control thread failed.
@@ -295,6 +325,7 @@ impl Control {
                 .map_or((0, ""), |peer| (peer.pid, peer.command.as_str()));
             tracing::info!(disk, pid, command, "frontend connected");
         });
+        self.shared.channel.connected();
         self.board.set_frontend(frontend);
         self.board.connections_total.fetch_add(1, Ordering::Relaxed);
         self.connection = Some(connection);
@@ -327,6 +358,7 @@ impl Control {
         let Some(connection) = self.connection.take() else {
             return;
         };
+        self.shared.channel.disconnected();
         // It may fail for a socket that the kernel has dropped by itself.
         let _ = self.poller.remove(&connection.stream);
         let _ = catch_unwind(AssertUnwindSafe(|| connection.close()));
@@ -360,8 +392,8 @@ enum End {
 
 /// What the socket holds.
 enum Arrived {
-    /// A whole message, and room for its answer.
-    Message,
+    /// A whole message that begins so, and room for its answer.
+    Message(Header),
     /// Nothing at all.
     Nothing,
     /// Something that has to be waited for.
@@ -370,12 +402,41 @@ enum Arrived {
     End,
 }
 
+/// What a message begins with, less its size.
+struct Header {
+    request: u32,
+    flags: u32,
+}
+
+/// Request, flags, size.
+const HEADER_BYTES: usize = 12;
+
+const SET_BACKEND_REQ_FD: u32 = 21;
+
+/// Whether the `vhost` crate has answered, if an answer was asked for, before it gave this error: it has when the error is
+/// the session's, and has not when the message never came that far, but for some requests.
+fn is_answered(request: u32, error: &Error) -> bool {
+    const SET_MEM_TABLE: u32 = 5;
+    const SET_CONFIG: u32 = 25;
+    let always = [SET_MEM_TABLE, SET_BACKEND_REQ_FD, SET_CONFIG].contains(&request);
+    always
+        || !matches!(
+            error,
+            Error::InvalidMessage
+                | Error::IncorrectFds
+                | Error::OversizedMsg
+                | Error::InactiveFeature(_)
+                | Error::InactiveOperation(_)
+        )
+}
+
 /// One frontend's connection.
 struct Connection {
     /// A second descriptor of the requests' socket, to look at it without reading.
     stream: UnixStream,
     requests: BackendReqHandler<Mutex<Session>>,
     session: Arc<Mutex<Session>>,
+    shared: Arc<Shared>,
     /// When a message that has begun must be complete.
     deadline: Option<Instant>,
     /// The turn ended before the socket was empty.
@@ -386,12 +447,13 @@ impl Connection {
     fn new(stream: UnixStream, shared: Arc<Shared>) -> io::Result<Connection> {
         // Answers are sent blocking, but only when there is room.
         stream.set_nonblocking(false)?;
-        let session = Arc::new(Mutex::new(Session::new(shared)));
+        let session = Arc::new(Mutex::new(Session::new(shared.clone())));
         let requests = BackendReqHandler::from_stream(stream.try_clone()?, session.clone());
         Ok(Connection {
             stream,
             requests,
             session,
+            shared,
             deadline: None,
             has_more: true,
         })
@@ -402,7 +464,7 @@ impl Connection {
         self.has_more = false;
         for _ in 0..MESSAGES_PER_TURN {
             match self.arrived()? {
-                Arrived::Message => self.handle()?,
+                Arrived::Message(header) => self.handle(&header)?,
                 Arrived::Nothing => {
                     self.deadline = None;
                     return Ok(());
@@ -415,14 +477,57 @@ impl Connection {
         Ok(())
     }
 
-    fn handle(&mut self) -> Result<(), End> {
+    fn handle(&mut self, header: &Header) -> Result<(), End> {
         self.deadline = None;
+        let channel = match header.request {
+            SET_BACKEND_REQ_FD => self.peek_descriptor(),
+            _ => None,
+        };
         match self.requests.handle_request() {
+            Ok(()) => {
+                if let Some(channel) = channel {
+                    self.shared.channel.given(channel);
+                }
+                Ok(())
+            }
             // Said by the session alone, for "refused, go on".
-            Ok(()) | Err(Error::InvalidOperation(_)) => Ok(()),
+            Err(Error::InvalidOperation(_)) => Ok(()),
             Err(Error::Disconnected | Error::SocketBroken(_)) => Err(End::Closed),
-            Err(error) => Err(End::Request(error)),
+            Err(error) => {
+                if !is_answered(header.request, &error) {
+                    self.refuse(header);
+                }
+                Err(End::Request(error))
+            }
         }
+    }
+
+    /// A descriptor of our own of what comes with the message: the `vhost` crate keeps its for messages of its choice.
+    fn peek_descriptor(&self) -> Option<OwnedFd> {
+        let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let mut header = [0; HEADER_BYTES];
+        let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+        rustix::net::recvmsg(&self.stream, &mut [IoSliceMut::new(&mut header)], &mut control, flags).ok()?;
+        control.drain().find_map(|message| match message {
+            RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
+            _ => None,
+        })
+    }
+
+    /// Says no to a message that the `vhost` crate has not answered, if an answer was asked for.
+    fn refuse(&self, header: &Header) {
+        const VERSION_AND_REPLY: u32 = 1 | 1 << 2;
+        const NEED_REPLY: u32 = 1 << 3;
+        if header.flags & NEED_REPLY == 0 || !self.lock_session().replies_are_acked() {
+            return;
+        }
+        let mut message = Vec::new();
+        for word in [header.request, VERSION_AND_REPLY, 8, 1, 0] {
+            message.extend(word.to_le_bytes());
+        }
+        // The connection ends anyway.
+        let _ = rustix::net::send(&self.stream, &message, SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
     }
 
     fn wait_for_rest(&mut self) -> Result<(), End> {
@@ -434,7 +539,6 @@ impl Connection {
     /// Looks at the socket without reading from it. The `vhost` crate reads a message in blocking pieces, and would wait
     /// in the middle of one for as long as the frontend likes.
     fn arrived(&self) -> Result<Arrived, End> {
-        const HEADER_BYTES: usize = 12; // request, flags, size
         let mut header = [0; HEADER_BYTES];
         let peeked = match rustix::net::recv(&self.stream, &mut header, RecvFlags::PEEK | RecvFlags::DONTWAIT) {
             Ok((_, 0)) => return Ok(Arrived::End),
@@ -451,14 +555,14 @@ impl Connection {
                 self.part_or_end()
             };
         }
-        let [.., a, b, c, d] = header;
-        let body_bytes = u64::from(u32::from_ne_bytes([a, b, c, d]));
+        let raw = u128::from_le_bytes(std::array::from_fn(|at| header.get(at).copied().unwrap_or(0)));
+        let (request, flags, body_bytes) = (raw as u32, (raw >> 32) as u32, u64::from((raw >> 64) as u32));
         // A size beyond the protocol's is for the handler to refuse, at once.
         if body_bytes <= MAX_BODY_BYTES && waiting < HEADER_BYTES as u64 + body_bytes {
             return self.part_or_end();
         }
         if self.has_room()? {
-            Ok(Arrived::Message)
+            Ok(Arrived::Message(Header { request, flags }))
         } else {
             self.part_or_end()
         }

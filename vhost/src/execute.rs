@@ -9,11 +9,10 @@
 use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use vm_memory::GuestMemoryMmap;
 use zram_core::{PAGE_SIZE, Page, SECTOR_SIZE, SECTORS_PER_PAGE, SlotIndex};
 
 use crate::config::Disk;
-use crate::guest::{Cursor, GuestFault};
+use crate::guest::{Cursor, Guest, GuestFault};
 use crate::request::{HEADER_BYTES, Outcome, Ranges, Refusal, Request, SectorRange};
 use crate::ring::Chain;
 
@@ -32,7 +31,7 @@ pub(crate) struct Store {
 pub(crate) struct Execution<'a> {
     pub disk: &'a Disk,
     pub store: &'a mut Store,
-    pub mem: &'a GuestMemoryMmap,
+    pub guest: &'a Guest,
     pub chain: &'a Chain,
     pub ranges: &'a Ranges,
     pub stop: &'a AtomicBool,
@@ -86,7 +85,7 @@ impl Execution<'_> {
     }
 
     fn read(&mut self, range: SectorRange) -> Result<u32, Early> {
-        let mut cursor = Cursor::new(self.mem, &self.chain.writable, 0)?;
+        let mut cursor = Cursor::new(self.guest, &self.chain.writable, 0)?;
         for piece in pieces(range) {
             self.check_stop()?;
             self.store
@@ -100,7 +99,7 @@ impl Execution<'_> {
     }
 
     fn write(&mut self, range: SectorRange) -> Result<u32, Early> {
-        let mut cursor = Cursor::new(self.mem, &self.chain.readable, HEADER_BYTES)?;
+        let mut cursor = Cursor::new(self.guest, &self.chain.readable, HEADER_BYTES)?;
         for piece in pieces(range) {
             self.check_stop()?;
             let data = self.store.page.get_mut(piece.bytes()).ok_or(Early::Failed)?;
@@ -119,7 +118,7 @@ impl Execution<'_> {
         let serial = self.disk.config.serial;
         let count = serial.as_bytes().len().min(usize::try_from(room).unwrap_or(usize::MAX));
         let id = serial.as_bytes().get(..count).ok_or(Early::Fault)?;
-        Cursor::new(self.mem, &self.chain.writable, 0)?.write(id)?;
+        Cursor::new(self.guest, &self.chain.writable, 0)?.write(id)?;
         Ok(count as u32)
     }
 
@@ -251,7 +250,7 @@ impl Split {
 
 #[cfg(test)]
 mod tests {
-    use vm_memory::{Bytes, GuestAddress};
+    use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
     use super::*;
     use crate::config::tests::{config, zram};
@@ -294,7 +293,7 @@ mod tests {
             Execution {
                 disk,
                 store,
-                mem,
+                guest: &Guest::of(mem),
                 chain,
                 ranges: &ranges,
                 stop,

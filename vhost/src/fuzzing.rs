@@ -12,6 +12,7 @@ use zram_core::{Algorithm, Codecs, Options, Zram};
 
 use crate::config::{DeviceConfig, Disk};
 use crate::counters::{Burst, LogLimit, QueueCounters, RequestCounts};
+use crate::guest::Guest;
 use crate::ring::{Areas, Ring};
 use crate::worker::{Kick, Parts, QueueWorker, Shared, Signals};
 
@@ -33,18 +34,18 @@ pub fn ring(input: &[u8]) {
     let memory = memory.get(..GUEST_BYTES).unwrap_or(memory);
     mem.write_slice(memory, GuestAddress(0)).expect("it fits");
     let shared = Arc::new(shared(*options));
-    let mut ring = Ring::new(RING_SIZE).expect("a power of two");
+    let mut ring = Ring::new(RING_SIZE);
     let areas = Areas {
         descriptors: GuestAddress(DESCRIPTORS),
         avail: GuestAddress(AVAIL),
         used: GuestAddress(USED),
     };
-    ring.set_up(&mem, RING_SIZE, areas, options & 1 != 0, options & 2 != 0)
+    ring.set_up(&Guest::of(&mem), RING_SIZE, areas, options & 1 != 0, options & 2 != 0)
         .expect("areas in memory");
     let parts = Parts {
         index: 0,
         ring,
-        mem: Arc::new(mem),
+        guest: Guest::of(&mem),
         kick: Kick::Polled,
         signals: Arc::<Signals>::default(),
         shared: shared.clone(),
@@ -71,12 +72,16 @@ fn shared(options: u8) -> Shared {
         logical_block_size: 4096,
         flush: options & 8 != 0,
         thread_start: Default::default(),
+        poll_max: std::time::Duration::ZERO,
+        require_sealed_memory: false,
+        rate_limit: Default::default(),
     };
     Shared {
         disk: Disk::new(zram.expect("a small disk"), config).expect("a right config"),
         counters: vec![QueueCounters::default()],
         log_limit: LogLimit::new(),
         failures: Burst::default(),
+        channel: Default::default(),
     }
 }
 

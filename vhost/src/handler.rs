@@ -22,6 +22,7 @@ use vhost::vhost_user::{Error, GpuBackend, Result, VhostUserBackendReqHandlerMut
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 
 use crate::config_space::{self, PROTOCOL_FEATURES_BIT, has};
+use crate::inflight;
 use crate::memory::{GuestTable, MemoryError, REGIONS_MAX, RegionInfo};
 use crate::vring::{RingFeatures, UserAreas, Vring, VringError};
 use crate::worker::Shared;
@@ -31,6 +32,8 @@ pub(crate) const PROTOCOL_FEATURES: VhostUserProtocolFeatures = VhostUserProtoco
     .union(VhostUserProtocolFeatures::REPLY_ACK)
     .union(VhostUserProtocolFeatures::CONFIG)
     .union(VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS)
+    .union(VhostUserProtocolFeatures::BACKEND_REQ)
+    .union(VhostUserProtocolFeatures::INFLIGHT_SHMFD)
     .union(VhostUserProtocolFeatures::RESET_DEVICE);
 
 /// One frontend's state.
@@ -38,8 +41,10 @@ pub(crate) struct Session {
     shared: Arc<Shared>,
     vrings: Vec<Vring>,
     memory: GuestTable,
+    inflight: Option<inflight::Region>,
     acked_features: u64,
     features_are_set: bool,
+    replies_are_acked: bool,
     calls_are_set: bool,
     memory_was_shared: bool,
     memory_hint_given: bool,
@@ -50,16 +55,24 @@ impl Session {
         let vrings = (0..shared.disk.config.num_queues)
             .map(|index| Vring::new(index, shared.clone()))
             .collect();
+        let require_sealed = shared.disk.config.require_sealed_memory;
         Session {
             shared,
             vrings,
-            memory: GuestTable::empty(),
+            memory: GuestTable::empty(require_sealed),
+            inflight: None,
             acked_features: 0,
             features_are_set: false,
+            replies_are_acked: false,
             calls_are_set: false,
             memory_was_shared: false,
             memory_hint_given: false,
         }
+    }
+
+    /// Whether REPLY_ACK was negotiated.
+    pub fn replies_are_acked(&self) -> bool {
+        self.replies_are_acked
     }
 
     pub fn queues_running(&self) -> usize {
@@ -78,6 +91,17 @@ impl Session {
         self.vrings.get_mut(index as usize).ok_or(Error::InvalidParam)
     }
 
+    fn inflight_shape(&self, said: &VhostUserInflight) -> Result<inflight::Shape> {
+        let config = &self.shared.disk.config;
+        let fits = (1..=config.num_queues).contains(&said.num_queues)
+            && (1..=config.queue_size_max).contains(&said.queue_size);
+        fits.then_some(inflight::Shape {
+            num_queues: said.num_queues,
+            queue_size: said.queue_size,
+        })
+        .ok_or(Error::InvalidParam)
+    }
+
     fn ring_features(&self) -> RingFeatures {
         RingFeatures {
             event_idx: has(self.acked_features, VIRTIO_RING_F_EVENT_IDX),
@@ -93,7 +117,7 @@ impl Session {
     ) -> Result<()> {
         let features = self.ring_features();
         let vring = self.vrings.get_mut(index as usize).ok_or(Error::InvalidParam)?;
-        let done = change(vring).and_then(|()| vring.start_if_ready(&self.memory, features));
+        let done = change(vring).and_then(|()| vring.start_if_ready(&self.memory, features, self.inflight.as_ref()));
         done.map_err(|error| self.refuse_vring(index, &error))
     }
 
@@ -217,7 +241,7 @@ impl VhostUserBackendReqHandlerMut for Session {
         files: Vec<File>,
         _postcopy_listening: Option<bool>,
     ) -> Result<Option<Vec<VhostUserMemoryRegionBase>>> {
-        self.change_memory(|_| GuestTable::of(regions.iter().map(region_info).zip(files)))?;
+        self.change_memory(|memory| memory.replaced_by(regions.iter().map(region_info).zip(files)))?;
         Ok(None)
     }
 
@@ -280,10 +304,10 @@ impl VhostUserBackendReqHandlerMut for Session {
 
     fn set_protocol_features(&mut self, features: u64) -> Result<()> {
         if features & !PROTOCOL_FEATURES.bits() != 0 {
-            not_offered()
-        } else {
-            Ok(())
+            return not_offered();
         }
+        self.replies_are_acked = features & VhostUserProtocolFeatures::REPLY_ACK.bits() != 0;
+        Ok(())
     }
 
     fn get_queue_num(&mut self) -> Result<u64> {
@@ -314,12 +338,31 @@ impl VhostUserBackendReqHandlerMut for Session {
         not_offered()
     }
 
-    fn get_inflight_fd(&mut self, _inflight: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
-        not_offered()
+    fn get_inflight_fd(&mut self, wanted: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
+        let shape = self.inflight_shape(wanted)?;
+        let file = inflight::create(shape).map_err(|error| Error::ReqHandlerError(error.into()))?;
+        let answer = VhostUserInflight {
+            mmap_size: shape.bytes(),
+            mmap_offset: 0,
+            ..*wanted
+        };
+        Ok((answer, file))
     }
 
-    fn set_inflight_fd(&mut self, _inflight: &VhostUserInflight, _file: File) -> Result<()> {
-        not_offered()
+    /// A region that we have made, perhaps in a life before this one; but nobody says that it is.
+    fn set_inflight_fd(&mut self, given: &VhostUserInflight, file: File) -> Result<()> {
+        let shape = self.inflight_shape(given)?;
+        if given.mmap_size < shape.bytes() || self.queues_running() > 0 {
+            return Err(Error::InvalidParam);
+        }
+        match inflight::Region::map(file, given.mmap_offset, shape) {
+            Ok(region) => self.inflight = Some(region),
+            Err(error) => {
+                self.warn(&error);
+                return Err(Error::InvalidParam);
+            }
+        }
+        Ok(())
     }
 
     fn get_max_mem_slots(&mut self) -> Result<u64> {
@@ -379,6 +422,7 @@ mod tests {
             counters: vec![QueueCounters::default(), QueueCounters::default()],
             log_limit: LogLimit::new(),
             failures: Burst::default(),
+            channel: Default::default(),
         }))
     }
 
@@ -473,12 +517,11 @@ mod tests {
 
     #[test]
     fn the_offered_protocol_bits_are_these() {
-        assert_eq!(PROTOCOL_FEATURES.bits(), 0xa209);
-        assert!(session().set_protocol_features(0xa209).is_ok());
-        assert!(
-            session().set_protocol_features(0xa209 | 1 << 12).is_err(),
-            "no in-flight region yet"
-        );
+        assert_eq!(PROTOCOL_FEATURES.bits(), 0xb229);
+        assert!(session().set_protocol_features(0xb229).is_ok());
+        for bit in (0..64).filter(|bit| 0xb229 & 1u64 << bit == 0) {
+            assert!(session().set_protocol_features(1 << bit).is_err(), "bit {bit}");
+        }
     }
 
     #[test]

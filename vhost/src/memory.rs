@@ -4,14 +4,18 @@
 //! own (user address), used for the rings (vhost-user.rst, "Memory region description", "Ring addresses").
 //!
 //! Checked before a region is mapped: it does not end past its file (the first touch would be a SIGBUS for the whole
-//! process), the total has a limit, no address range overlaps another. A file that is cut later is not contained yet.
+//! process), the total has a limit, no address range overlaps another. A file that is cut later costs its own disk, see
+//! `fault`; one that is sealed against it cannot be, and an owner may insist on that.
 
 use std::fs::File;
 use std::io;
 use std::sync::Arc;
 
-use rustix::fs::FileType;
-use vm_memory::{FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestRegionMmap, MmapRegion};
+use rustix::fs::{FileType, SealFlags};
+use vm_memory::{FileOffset, GuestAddress, MmapRegion};
+
+use crate::fault::Mapping;
+use crate::guest::{Guest, Region};
 
 /// Regions of one guest: what VHOST_USER_GET_MAX_MEM_SLOTS answers, and what QEMU has at most.
 pub(crate) const REGIONS_MAX: usize = 509;
@@ -43,23 +47,29 @@ pub(crate) enum MemoryError {
     PastFile,
     #[error("a memory region's descriptor is not a file in memory")]
     NotAFile,
+    #[error("a memory region's file is not sealed against shrinking")]
+    Unsealed,
+    #[error("a memory region is not whole huge pages of {0} bytes")]
+    HugePages(u64),
     #[error("no such memory region")]
     Unknown,
     #[error("mapping a memory region: {0}")]
     Map(#[source] io::Error),
 }
 
-/// All regions of one guest. Cheap to replace: workers hold the mapping by its `Arc`.
+/// All regions of one guest. Cheap to replace: whoever uses a mapping shares it.
 pub(crate) struct GuestTable {
-    regions: Vec<RegionInfo>,
-    mem: Arc<GuestMemoryMmap>,
+    /// By guest address, not overlapping.
+    regions: Vec<(RegionInfo, Region)>,
+    require_sealed: bool,
 }
 
 impl GuestTable {
-    pub fn empty() -> GuestTable {
+    /// With `require_sealed`, files that can be cut are refused.
+    pub fn empty(require_sealed: bool) -> GuestTable {
         GuestTable {
             regions: Vec::new(),
-            mem: Arc::new(GuestMemoryMmap::new()),
+            require_sealed,
         }
     }
 
@@ -67,13 +77,17 @@ impl GuestTable {
         self.regions.is_empty()
     }
 
-    pub fn mem(&self) -> &Arc<GuestMemoryMmap> {
-        &self.mem
+    /// What a worker uses.
+    pub fn guest(&self) -> Guest {
+        Guest::new(self.regions.iter().map(|(_, region)| region.clone()).collect())
     }
 
     /// A table of these regions and no others.
-    pub fn of(regions: impl IntoIterator<Item = (RegionInfo, File)>) -> Result<GuestTable, MemoryError> {
-        let mut table = GuestTable::empty();
+    pub fn replaced_by(
+        &self,
+        regions: impl IntoIterator<Item = (RegionInfo, File)>,
+    ) -> Result<GuestTable, MemoryError> {
+        let mut table = GuestTable::empty(self.require_sealed);
         for (info, file) in regions {
             table = table.with(info, file)?;
         }
@@ -83,13 +97,21 @@ impl GuestTable {
     /// This table and one more region.
     pub fn with(&self, info: RegionInfo, file: File) -> Result<GuestTable, MemoryError> {
         self.check(&info)?;
-        check_file(&info, &file)?;
-        let region = Arc::new(map(&info, file)?);
-        let mem = self.mem.insert_region(region).map_err(|_| MemoryError::Overlap)?;
-        let regions = self.regions.iter().copied().chain([info]).collect();
+        if self.require_sealed {
+            check_sealed(&file)?;
+        }
+        let mapping = Arc::new(map_checked(&info, file)?);
+        let region = Region {
+            start: info.guest_addr,
+            bytes: info.bytes,
+            mapping,
+        };
+        let mut regions = self.regions.clone();
+        let place = regions.partition_point(|(other, _)| other.guest_addr < info.guest_addr);
+        regions.insert(place, (info, region));
         Ok(GuestTable {
             regions,
-            mem: Arc::new(mem),
+            require_sealed: self.require_sealed,
         })
     }
 
@@ -99,23 +121,20 @@ impl GuestTable {
         let same = |info: &RegionInfo| {
             (info.guest_addr, info.user_addr, info.bytes) == (gone.guest_addr, gone.user_addr, gone.bytes)
         };
-        if !self.regions.iter().any(same) {
+        let mut regions = self.regions.clone();
+        regions.retain(|(info, _)| !same(info));
+        if regions.len() == self.regions.len() {
             return Err(MemoryError::Unknown);
         }
-        let (mem, _) = self
-            .mem
-            .remove_region(GuestAddress(gone.guest_addr), gone.bytes)
-            .map_err(|_| MemoryError::Unknown)?;
-        let regions = self.regions.iter().copied().filter(|info| !same(info)).collect();
         Ok(GuestTable {
             regions,
-            mem: Arc::new(mem),
+            require_sealed: self.require_sealed,
         })
     }
 
     /// The guest's address of what the frontend has at `user_addr`.
     pub fn translate(&self, user_addr: u64) -> Option<GuestAddress> {
-        let region = self.regions.iter().find(|info| {
+        let (region, _) = self.regions.iter().find(|(info, _)| {
             user_addr
                 .checked_sub(info.user_addr)
                 .is_some_and(|offset| offset < info.bytes)
@@ -137,21 +156,26 @@ impl GuestTable {
         let total = self
             .regions
             .iter()
-            .try_fold(info.bytes, |sum, region| sum.checked_add(region.bytes));
+            .try_fold(info.bytes, |sum, (region, _)| sum.checked_add(region.bytes));
         if total.is_none_or(|total| total > TOTAL_BYTES_MAX) {
             return Err(MemoryError::TooLarge);
         }
-        // Guest addresses are compared by the collection that holds the mappings.
-        let overlap = self.regions.iter().any(|region| {
-            info.user_addr < region.user_addr + region.bytes && region.user_addr < info.user_addr + info.bytes
+        // All of them have passed the check for wrapping.
+        let cross = |a: u64, a_bytes: u64, b: u64, b_bytes: u64| a < b + b_bytes && b < a + a_bytes;
+        let overlap = self.regions.iter().any(|(region, _)| {
+            cross(info.user_addr, info.bytes, region.user_addr, region.bytes)
+                || cross(info.guest_addr, info.bytes, region.guest_addr, region.bytes)
         });
         if overlap { Err(MemoryError::Overlap) } else { Ok(()) }
     }
 }
 
-/// Whether `bytes` bytes from `start` on are guest memory, in one region or in adjacent ones.
-pub(crate) fn contains(mem: &GuestMemoryMmap, start: GuestAddress, bytes: u64) -> bool {
-    usize::try_from(bytes).is_ok_and(|bytes| GuestMemoryBackend::check_range(mem, start, bytes))
+/// What has no seals is no memfd, and can be cut.
+fn check_sealed(file: &File) -> Result<(), MemoryError> {
+    match rustix::fs::fcntl_get_seals(file) {
+        Ok(seals) if seals.contains(SealFlags::SHRINK) => Ok(()),
+        _ => Err(MemoryError::Unsealed),
+    }
 }
 
 fn check_file(info: &RegionInfo, file: &File) -> Result<(), MemoryError> {
@@ -159,25 +183,38 @@ fn check_file(info: &RegionInfo, file: &File) -> Result<(), MemoryError> {
     if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
         return Err(MemoryError::NotAFile);
     }
-    // `check` has seen that the sum does not wrap. The size need not be whole OS pages: libblkio's is not.
-    match u64::try_from(stat.st_size) {
-        Ok(size) if info.file_offset + info.bytes <= size => Ok(()),
+    check_huge_pages(info, file)?;
+    // The size need not be whole OS pages: libblkio's is not.
+    match (u64::try_from(stat.st_size), info.file_offset.checked_add(info.bytes)) {
+        (Ok(size), Some(end)) if end <= size => Ok(()),
         _ => Err(MemoryError::PastFile),
     }
 }
 
-fn map(info: &RegionInfo, file: File) -> Result<GuestRegionMmap, MemoryError> {
+/// Part of a huge page can be mapped, but neither replaced nor unmapped. Frontends know: QEMU rounds to whole ones.
+fn check_huge_pages(info: &RegionInfo, file: &File) -> Result<(), MemoryError> {
+    const HUGETLBFS_MAGIC: u64 = 0x958458f6;
+    let stat = rustix::fs::fstatfs(file).map_err(|error| MemoryError::Map(error.into()))?;
+    let page = u64::try_from(stat.f_bsize).unwrap_or(0);
+    if stat.f_type as u64 != HUGETLBFS_MAGIC || info.bytes.is_multiple_of(page) {
+        Ok(())
+    } else {
+        Err(MemoryError::HugePages(page))
+    }
+}
+
+/// Maps what lies in the file, and is neither cut nor half a huge page.
+pub(crate) fn map_checked(info: &RegionInfo, file: File) -> Result<Mapping, MemoryError> {
+    check_file(info, &file)?;
     let bytes = usize::try_from(info.bytes).map_err(|_| MemoryError::TooLarge)?;
-    let mapping = MmapRegion::from_file(FileOffset::new(file, info.file_offset), bytes)
+    let map = MmapRegion::from_file(FileOffset::new(file, info.file_offset), bytes)
         .map_err(|error| MemoryError::Map(io::Error::other(error)))?;
-    GuestRegionMmap::new(mapping, GuestAddress(info.guest_addr)).ok_or(MemoryError::BadRange)
+    Mapping::new(Arc::new(map)).map_err(MemoryError::Map)
 }
 
 #[cfg(test)]
 mod tests {
     use std::os::fd::AsFd;
-
-    use vm_memory::Bytes;
 
     use super::*;
 
@@ -200,27 +237,35 @@ mod tests {
     fn regions_come_in_any_order_and_translate() {
         let high = (info(0x10_0000, 0x7000_0000, 0x2000), memfd(0x2000));
         let low = (info(0, 0x7f00_0000_0000, 0x1000), memfd(0x1000));
-        let table = GuestTable::of([high, low]).unwrap();
+        let table = GuestTable::empty(false).replaced_by([high, low]).unwrap();
         assert_eq!(table.translate(0x7000_1fff), Some(GuestAddress(0x10_1fff)));
         assert_eq!(table.translate(0x7f00_0000_0000), Some(GuestAddress(0)));
         for outside in [0, 0x6fff_ffff, 0x7000_2000, 0x7f00_0000_1000, u64::MAX] {
             assert_eq!(table.translate(outside), None, "{outside:x}");
         }
-        table.mem().write_obj(7u8, GuestAddress(0x10_1fff)).unwrap();
+        table.guest().write(GuestAddress(0x10_1fff), &[7]).unwrap();
+        assert!(table.guest().write(GuestAddress(0x1000), &[7]).is_err());
     }
 
     #[test]
     fn a_region_past_its_file_is_refused() {
-        let refused = |region: RegionInfo, file_bytes| GuestTable::of([(region, memfd(file_bytes))]).err().unwrap();
+        let refused = |region: RegionInfo, file_bytes| {
+            GuestTable::empty(false)
+                .replaced_by([(region, memfd(file_bytes))])
+                .err()
+                .unwrap()
+        };
         assert!(matches!(refused(info(0, 0, 0x1001), 0x1000), MemoryError::PastFile));
         let shifted = RegionInfo {
             file_offset: 0x1000,
             ..info(0, 0, 0x1000)
         };
         assert!(matches!(refused(shifted, 0x1fff), MemoryError::PastFile));
-        assert!(GuestTable::of([(shifted, memfd(0x2000))]).is_ok());
+        assert!(GuestTable::empty(false).replaced_by([(shifted, memfd(0x2000))]).is_ok());
         assert!(
-            GuestTable::of([(info(0, 0, 0x7620), memfd(0x7620))]).is_ok(),
+            GuestTable::empty(false)
+                .replaced_by([(info(0, 0, 0x7620), memfd(0x7620))])
+                .is_ok(),
             "sizes need not be whole pages"
         );
     }
@@ -229,7 +274,9 @@ mod tests {
     fn senseless_regions_are_refused() {
         let file_bytes = 0x4000;
         let second = |region: RegionInfo| {
-            let first = GuestTable::of([(info(0x1000, 0x1000_0000, 0x2000), memfd(file_bytes))]).unwrap();
+            let first = GuestTable::empty(false)
+                .replaced_by([(info(0x1000, 0x1000_0000, 0x2000), memfd(file_bytes))])
+                .unwrap();
             first.with(region, memfd(file_bytes)).err().unwrap()
         };
         assert!(matches!(
@@ -257,14 +304,38 @@ mod tests {
         assert!(matches!(second(unaligned), MemoryError::Map(_)));
         let null = File::open("/dev/null").unwrap();
         assert!(matches!(
-            GuestTable::of([(info(0, 0, 0x1000), null)]).err().unwrap(),
+            GuestTable::empty(false)
+                .replaced_by([(info(0, 0, 0x1000), null)])
+                .err()
+                .unwrap(),
             MemoryError::NotAFile
         ));
     }
 
     #[test]
+    fn unsealed_memory_is_refused_where_the_owner_insists() {
+        let sealed = |seals| {
+            let flags = rustix::fs::MemfdFlags::CLOEXEC | rustix::fs::MemfdFlags::ALLOW_SEALING;
+            let fd = rustix::fs::memfd_create("guest", flags).unwrap();
+            rustix::fs::ftruncate(&fd, 0x1000).unwrap();
+            rustix::fs::fcntl_add_seals(&fd, seals).unwrap();
+            File::from(fd)
+        };
+        let strict = |file| GuestTable::empty(true).with(info(0, 0x1000, 0x1000), file).map(drop);
+        assert!(strict(sealed(SealFlags::SHRINK)).is_ok());
+        assert!(matches!(strict(sealed(SealFlags::GROW)), Err(MemoryError::Unsealed)));
+        assert!(matches!(strict(memfd(0x1000)), Err(MemoryError::Unsealed)));
+        assert!(matches!(
+            strict(tempfile::tempfile().unwrap()),
+            Err(MemoryError::Unsealed)
+        ));
+    }
+
+    #[test]
     fn a_region_goes_only_by_its_own_addresses() {
-        let table = GuestTable::of([(info(0, 0x1000, 0x1000), memfd(0x1000))]).unwrap();
+        let table = GuestTable::empty(false)
+            .replaced_by([(info(0, 0x1000, 0x1000), memfd(0x1000))])
+            .unwrap();
         assert!(table.without(&info(0, 0x1000, 0x2000)).is_err());
         assert!(table.without(&info(0, 0x2000, 0x1000)).is_err());
         assert!(table.without(&info(0, 0x1000, 0x1000)).unwrap().is_empty());

@@ -10,13 +10,12 @@ use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK, VIRTIO_BLK_S_UNSUPP, VIRTIO_BLK_T_DISCARD, VIRTIO_BLK_T_FLUSH,
     VIRTIO_BLK_T_GET_ID, VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT, VIRTIO_BLK_T_WRITE_ZEROES,
 };
-use vm_memory::{Address, GuestAddress, GuestMemoryMmap};
-use zram_core::SECTOR_SIZE;
+use vm_memory::{Address, GuestAddress};
+use zram_core::{SECTOR_SIZE, SECTORS_PER_PAGE, SlotIndex};
 
 use crate::config::Disk;
 use crate::config_space::{RANGE_SECTORS_MAX, RANGES_MAX};
-use crate::guest::Cursor;
-use crate::memory;
+use crate::guest::{Cursor, Guest};
 use crate::ring::{Chain, Segment};
 
 /// Bytes of the header: type, reserved (a priority that is ignored), sector.
@@ -37,6 +36,13 @@ pub(crate) struct Sector(pub u64);
 pub(crate) struct SectorRange {
     pub first: Sector,
     pub count: u64,
+}
+
+impl SectorRange {
+    /// The page in which the range begins. The disk has at most 2^32.
+    pub fn first_slot(&self) -> SlotIndex {
+        SlotIndex((self.first.0 / SECTORS_PER_PAGE as u64) as u32)
+    }
 }
 
 /// What the guest wants, checked. The data of `In` and `Out` is in the chain, the ranges in the worker's [`Ranges`].
@@ -106,21 +112,16 @@ impl Outcome {
 
 /// Where the status byte goes: the last writable byte. `None` if there is none in guest memory; then nothing can be
 /// answered.
-pub(crate) fn status_addr(chain: &Chain, mem: &GuestMemoryMmap) -> Option<GuestAddress> {
+pub(crate) fn status_addr(chain: &Chain, guest: &Guest) -> Option<GuestAddress> {
     let last = chain.writable.last()?;
     let addr = last.addr.checked_add(u64::from(last.len.checked_sub(1)?))?;
-    memory::contains(mem, addr, 1).then_some(addr)
+    guest.contains(addr, 1).then_some(addr)
 }
 
 /// Reads and checks a request. The chain has a status byte, by [`status_addr`].
-pub(crate) fn parse(
-    chain: &Chain,
-    mem: &GuestMemoryMmap,
-    disk: &Disk,
-    ranges: &mut Ranges,
-) -> Result<Request, Refusal> {
-    check_buffers(chain, mem)?;
-    let header = Header::read(chain, mem)?;
+pub(crate) fn parse(chain: &Chain, guest: &Guest, disk: &Disk, ranges: &mut Ranges) -> Result<Request, Refusal> {
+    check_buffers(chain, guest)?;
+    let header = Header::read(chain, guest)?;
     if chain.misordered {
         return Err(Refusal::Misordered);
     }
@@ -131,7 +132,7 @@ pub(crate) fn parse(
         VIRTIO_BLK_T_FLUSH if disk.config.flush => Ok(Request::Flush),
         VIRTIO_BLK_T_GET_ID if shape.readable_bytes > 0 => Err(Refusal::Direction),
         VIRTIO_BLK_T_GET_ID => Ok(Request::GetId(shape.writable_bytes)),
-        VIRTIO_BLK_T_DISCARD | VIRTIO_BLK_T_WRITE_ZEROES => parse_ranges(&header, &shape, chain, mem, disk, ranges),
+        VIRTIO_BLK_T_DISCARD | VIRTIO_BLK_T_WRITE_ZEROES => parse_ranges(&header, &shape, chain, guest, disk, ranges),
         _ => Err(Refusal::UnknownType),
     }
 }
@@ -143,11 +144,11 @@ struct Header {
 }
 
 impl Header {
-    fn read(chain: &Chain, mem: &GuestMemoryMmap) -> Result<Header, Refusal> {
+    fn read(chain: &Chain, guest: &Guest) -> Result<Header, Refusal> {
         if chain.readable_bytes() < HEADER_BYTES {
             return Err(Refusal::ShortHeader);
         }
-        let mut cursor = Cursor::new(mem, &chain.readable, 0).map_err(|_| Refusal::OutsideMemory)?;
+        let mut cursor = Cursor::new(guest, &chain.readable, 0).map_err(|_| Refusal::OutsideMemory)?;
         let header = read_u128(&mut cursor)?;
         Ok(Header {
             kind: header as u32,
@@ -179,8 +180,8 @@ impl Shape {
     }
 }
 
-fn check_buffers(chain: &Chain, mem: &GuestMemoryMmap) -> Result<(), Refusal> {
-    let inside = |segment: &Segment| memory::contains(mem, segment.addr, u64::from(segment.len));
+fn check_buffers(chain: &Chain, guest: &Guest) -> Result<(), Refusal> {
+    let inside = |segment: &Segment| guest.contains(segment.addr, u64::from(segment.len));
     if chain.readable.iter().chain(&chain.writable).all(inside) {
         Ok(())
     } else {
@@ -228,7 +229,7 @@ fn data_range(first: Sector, bytes: u64, disk: &Disk) -> Result<SectorRange, Ref
 
 fn on_disk(range: SectorRange, disk: &Disk) -> Result<SectorRange, Refusal> {
     match range.first.0.checked_add(range.count) {
-        Some(end) if end <= disk.capacity_sectors => Ok(range),
+        Some(end) if end <= disk.capacity_sectors() => Ok(range),
         _ => Err(Refusal::OutOfRange),
     }
 }
@@ -238,7 +239,7 @@ fn parse_ranges(
     header: &Header,
     shape: &Shape,
     chain: &Chain,
-    mem: &GuestMemoryMmap,
+    guest: &Guest,
     disk: &Disk,
     ranges: &mut Ranges,
 ) -> Result<Request, Refusal> {
@@ -252,7 +253,7 @@ fn parse_ranges(
     } else {
         (Request::WriteZeroes, FLAG_UNMAP)
     };
-    let mut cursor = Cursor::new(mem, &chain.readable, HEADER_BYTES).map_err(|_| Refusal::OutsideMemory)?;
+    let mut cursor = Cursor::new(guest, &chain.readable, HEADER_BYTES).map_err(|_| Refusal::OutsideMemory)?;
     ranges.clear();
     for _ in 0..count {
         ranges.push(read_range(&mut cursor, flags_known, disk)?);
@@ -287,7 +288,7 @@ fn read_u128(cursor: &mut Cursor<'_>) -> Result<u128, Refusal> {
 
 #[cfg(test)]
 mod tests {
-    use vm_memory::Bytes;
+    use vm_memory::{Bytes, GuestMemoryMmap};
 
     use super::*;
     use crate::config::tests::disk;
@@ -363,7 +364,7 @@ mod tests {
         }
 
         fn parse(&mut self) -> Result<Request, Refusal> {
-            parse(&self.chain, &self.mem, &self.disk, &mut self.ranges)
+            parse(&self.chain, &Guest::of(&self.mem), &self.disk, &mut self.ranges)
         }
     }
 
@@ -422,18 +423,24 @@ mod tests {
             .writable(DATA + 0x1000, 510)
             .writable(DATA + 0x2000, 2);
         assert_eq!(case.parse(), Ok(Request::In(range(1, 1))));
-        assert_eq!(status_addr(&case.chain, &case.mem), Some(GuestAddress(DATA + 0x2001)));
+        assert_eq!(
+            status_addr(&case.chain, &Guest::of(&case.mem)),
+            Some(GuestAddress(DATA + 0x2001))
+        );
         // Header and data in one buffer, room before the status.
         let mut case = Case::new(VIRTIO_BLK_T_OUT, 1);
         case.chain = Chain::default();
         case.readable(HEADER, 16 + 1024).writable(STATUS, 64);
         assert_eq!(case.parse(), Ok(Request::Out(range(1, 2))));
-        assert_eq!(status_addr(&case.chain, &case.mem), Some(GuestAddress(STATUS + 63)));
+        assert_eq!(
+            status_addr(&case.chain, &Guest::of(&case.mem)),
+            Some(GuestAddress(STATUS + 63))
+        );
     }
 
     #[test]
     fn without_a_writable_byte_in_memory_there_is_no_status() {
-        let status = |case: &mut Case| status_addr(&case.chain, &case.mem);
+        let status = |case: &mut Case| status_addr(&case.chain, &Guest::of(&case.mem));
         assert_eq!(status(&mut Case::new(VIRTIO_BLK_T_IN, 0)), None);
         assert_eq!(status(Case::new(VIRTIO_BLK_T_IN, 0).writable(STATUS, 0)), None);
         for outside in [GUEST_BYTES as u64, u64::MAX - 8, u64::MAX] {

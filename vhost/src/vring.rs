@@ -13,6 +13,8 @@ use std::sync::Arc;
 
 use rustix::fs::{FileType, OFlags};
 
+use crate::guest::Guest;
+use crate::inflight;
 use crate::memory::GuestTable;
 use crate::ring::{Areas, BadAreas, BrokenRing, Ring};
 use crate::worker::{self, Kick, Parts, RunningWorker, Shared, Signals};
@@ -62,6 +64,8 @@ pub(crate) enum VringError {
     Areas(#[from] BadAreas),
     #[error("a kick, call or error descriptor is a file or directory")]
     NotAnEvent,
+    #[error("the in-flight region has no part for the ring")]
+    NoInflightPart,
     #[error("starting the queue: {0}")]
     Start(#[source] io::Error),
 }
@@ -197,7 +201,12 @@ impl Vring {
     }
 
     /// Starts the ring if all that it needs has come.
-    pub fn start_if_ready(&mut self, table: &GuestTable, features: RingFeatures) -> Result<(), VringError> {
+    pub fn start_if_ready(
+        &mut self,
+        table: &GuestTable,
+        features: RingFeatures,
+        inflight: Option<&inflight::Region>,
+    ) -> Result<(), VringError> {
         let (Some(size), Some(areas), Some(kick)) = (self.size, self.areas, self.kick.clone()) else {
             return Ok(());
         };
@@ -206,28 +215,41 @@ impl Vring {
         }
         let areas = areas.translate(table).ok_or(VringError::OutsideMemory)?;
         let used_index_is_known = self.used_index_is_known;
+        let part = match inflight.map(|region| region.part(self.index, size)) {
+            Some(None) => return Err(VringError::NoInflightPart),
+            part => part.flatten(),
+        };
+        let guest = table.guest();
         let ring = self.home()?;
-        ring.set_up(table.mem(), size, areas, features.event_idx, features.indirect)?;
+        ring.set_up(&guest, size, areas, features.event_idx, features.indirect)?;
         if !used_index_is_known {
-            ring.adopt_used_index(table.mem());
+            ring.adopt_used_index();
+        }
+        if let (None, Some(part)) = (ring.broken(), part) {
+            ring.track(part);
+        }
+        if guest.is_lost() {
+            ring.break_for(BrokenRing::MemoryLost);
         }
         let broken = ring.broken();
+        if broken.is_some() {
+            ring.bring_home();
+        }
         self.used_index_is_known = true;
         if let Some(reason) = broken {
             // Not worth a thread: it waits here for the frontend to stop and start it.
             self.report_broken(reason);
             return Ok(());
         }
-        self.start(table, kick)
+        self.start(guest, kick)
     }
 
-    fn start(&mut self, table: &GuestTable, kick: Kick) -> Result<(), VringError> {
+    fn start(&mut self, guest: Guest, kick: Kick) -> Result<(), VringError> {
         if let Place::Home(ring) = self.take_place() {
-            let (index, mem) = (self.index, table.mem().clone());
             let parts = Parts {
-                index,
+                index: self.index,
                 ring,
-                mem,
+                guest,
                 kick,
                 signals: self.signals.clone(),
                 shared: self.shared.clone(),
@@ -268,7 +290,7 @@ impl Drop for Vring {
 }
 
 fn new_ring(shared: &Shared) -> Ring {
-    Ring::new(shared.disk.config.queue_size_max).expect("the size has been checked when the device started")
+    Ring::new(shared.disk.config.queue_size_max)
 }
 
 /// In place of a ring that died with its thread.

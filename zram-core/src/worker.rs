@@ -109,6 +109,14 @@ impl Worker {
         read
     }
 
+    /// Has the caches fetch what a slot holds, for a read that is to follow in a microsecond or two.
+    ///
+    /// # Panics
+    /// If the slot is past the end of the disk.
+    pub fn prefetch(&self, index: SlotIndex) {
+        self.zram.prefetch(index);
+    }
+
     /// Replaces the content of a slot.
     pub fn write_page(&mut self, index: SlotIndex, page: &Page) -> Result<(), WriteError> {
         let mut patience = Patience::default();

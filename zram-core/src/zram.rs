@@ -19,7 +19,7 @@ use crate::idle::{self, IdleMark};
 use crate::page::{PAGE_SIZE, Page};
 use crate::pause::{Step, reach};
 use crate::region::file_len;
-use crate::slot::{Handle, Slot};
+use crate::slot::{Handle, Slot, SlotIndex};
 use crate::stats::{self, Cells, IoCounters, Stats};
 use crate::sync::CachePadded;
 use crate::table::Table;
@@ -342,6 +342,13 @@ impl Zram {
         assert_eq!(stats::gauge(&self.cells, |cells| &cells.retired), 0, "retired");
         assert!(stats.mem_limit == 0 || stats.mem_used_total <= stats.mem_limit);
         self.arena.check_consistency(found.granules as usize);
+    }
+
+    /// Has the caches fetch the object behind a slot, if there is one now.
+    pub(crate) fn prefetch(&self, index: SlotIndex) {
+        if let Slot::Stored { handle, len, .. } = Slot::unpack(self.table.load(index)) {
+            self.arena.prefetch(handle, len);
+        }
     }
 
     /// Fills `page` with what `word` says, which was loaded under `guard`.

@@ -82,6 +82,9 @@ impl Rig {
             logical_block_size: 4096,
             flush: false,
             thread_start: Default::default(),
+            poll_max: Duration::ZERO,
+            require_sealed_memory: false,
+            rate_limit: Default::default(),
         };
         change(&mut config);
         let directory = tempfile::tempdir().unwrap();
@@ -167,6 +170,8 @@ impl Client {
             | VhostUserProtocolFeatures::REPLY_ACK
             | VhostUserProtocolFeatures::CONFIG
             | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
+            | VhostUserProtocolFeatures::BACKEND_REQ
+            | VhostUserProtocolFeatures::INFLIGHT_SHMFD
             | VhostUserProtocolFeatures::RESET_DEVICE;
         assert_eq!(protocol, wanted);
         self.frontend.set_protocol_features(wanted).unwrap();

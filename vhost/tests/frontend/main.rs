@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)] // a test's way to fail
 
 mod client;
+mod transcript;
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -485,6 +486,61 @@ fn a_broken_ring_leaves_the_others_alone_until_it_is_restarted() {
 }
 
 #[test]
+fn memory_that_vanishes_costs_its_own_disk_only() {
+    let (rig, neighbour) = (rig(), self::rig());
+    let mut other_guest = neighbour.client();
+    let mut other = other_guest.start_queue(0);
+    let mut client = rig.client();
+    let error = EventFd::new(EFD_NONBLOCK).unwrap();
+    client.frontend.set_vring_err(0, &error).unwrap();
+    let mut queue = client.start_queue(0);
+    queue.write(0, &page(1));
+    let slot = queue.lay_out(0, OUT, 0, &page(2), 4096);
+    queue.publish(slot.head);
+    client.file.set_len(0).unwrap();
+    queue.kick();
+    wait_until("the ring breaks", || rig.device().status().requests.broken_rings == 1);
+    wait_until("the frontend is told", || error.read().is_ok());
+    other.write(8, &page(3));
+    client.frontend.get_vring_base(0).unwrap();
+    client.frontend.set_vring_kick(0, &queue.kick).unwrap();
+    wait_until("it does not start again", || {
+        rig.device().status().requests.broken_rings == 2
+    });
+    drop(client);
+    rig.wait_for_queues(0);
+    let mut client = rig.client();
+    assert_eq!(client.start_queue(0).read(0, 4096), page(1));
+    assert_eq!(other.read(8, 4096), page(3));
+}
+
+#[test]
+fn a_write_whose_data_vanished_stores_nothing() {
+    let rig = rig();
+    let mut client = rig.client();
+    let mut queue = client.start_queue(0);
+    queue.write(0, &page(1));
+    let slot = queue.lay_out(0, OUT, 0, &page(2), 4096);
+    queue.publish(slot.head);
+    // Rings and header stay.
+    client.file.set_len(slot.data).unwrap();
+    queue.kick();
+    wait_until("the ring breaks", || rig.device().status().requests.broken_rings == 1);
+    drop(client);
+    rig.wait_for_queues(0);
+    assert_eq!(rig.client().start_queue(0).read(0, 4096), page(1));
+}
+
+#[test]
+fn memory_that_could_vanish_is_refused_where_the_owner_insists() {
+    let rig = Rig::new(1 << 20, |config| config.require_sealed_memory = true);
+    let mut client = rig.connect();
+    client.negotiate(VERSION_1 | PROTOCOL);
+    assert!(client.frontend.set_mem_table(&[client.region()]).is_err());
+    wait_until("the connection ends", || rig.device().status().failed_connections == 1);
+}
+
+#[test]
 fn a_base_far_from_the_used_index_breaks_the_ring_only() {
     let rig = rig();
     let mut client = rig.client();
@@ -758,6 +814,9 @@ fn an_inherited_connection_ends_the_device() {
         logical_block_size: 512,
         flush: true,
         thread_start: Default::default(),
+        poll_max: Duration::ZERO,
+        require_sealed_memory: false,
+        rate_limit: Default::default(),
     };
     let device = Device::start(zram, Endpoint::Stream(theirs), config).unwrap();
     let mut client = Client::on(ours);
