@@ -4,6 +4,8 @@
 use std::fmt::Write;
 use std::path::Path;
 
+use zram_core::Algorithm;
+
 use crate::config::{Config, absolute};
 use crate::size::human_long;
 
@@ -26,6 +28,9 @@ pub fn block(config: &Config, name: &str, socket_path: Option<&Path>) -> String 
         &config.mem_limit_bytes.map_or("none".into(), bytes),
     );
     line(&mut text, "algorithm", &config.algorithm.to_string());
+    for (priority, algorithm) in recompress_algorithms(config) {
+        line(&mut text, "recompress", &format!("{priority}: {algorithm}"));
+    }
     line(
         &mut text,
         "socket",
@@ -39,6 +44,12 @@ pub fn block(config: &Config, name: &str, socket_path: Option<&Path>) -> String 
         text.push_str(&attach(config, name, &absolute(path)));
     }
     text
+}
+
+/// The algorithms of recompression with their priorities.
+fn recompress_algorithms(config: &Config) -> impl Iterator<Item = (usize, &Algorithm)> {
+    let places = config.recompress_algorithms.iter().enumerate();
+    places.filter_map(|(place, algorithm)| Some((place + 1, algorithm.as_ref()?)))
 }
 
 fn line(text: &mut String, key: &str, value: &str) {
@@ -157,6 +168,18 @@ pub fn hints(config: &Config) -> Vec<String> {
             size as f64 / limit as f64
         )),
         _ => {}
+    }
+    for (priority, algorithm) in recompress_algorithms(config) {
+        let below = (1..priority)
+            .rev()
+            .find_map(|below| config.recompress_algorithms[below - 1].as_ref());
+        let below = below.unwrap_or(&config.algorithm);
+        if !algorithm.is_denser_than(below) {
+            hints.push(format!(
+                "hint: --recompress-algorithm {priority}:{algorithm} is not denser than {below}, which comes before \
+                 it: recompression with it will hardly gain anything"
+            ));
+        }
     }
     hints
 }

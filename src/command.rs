@@ -1,14 +1,20 @@
 //! What a request on the control socket is answered: one line in, one line out. A request that changes something is
-//! checked whole before anything changes. Nothing here waits for I/O; `compact` works for milliseconds to seconds on its
-//! client's thread.
+//! checked whole before anything changes. Nothing here waits for I/O; `compact` and `recompress` work on their
+//! client's thread, for as long as it takes.
+
+use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use serde_json::Value;
-use zram_core::{ArenaReport, Compacted, DISK_BYTES_MAX, HeapReport, HoleClass, MEM_LIMIT_MIN};
+use zram_core::{
+    Algorithm, ArenaReport, Compacted, DISK_BYTES_MAX, HeapReport, HoleClass, IdleMark, MEM_LIMIT_MIN, RecompressError,
+    RecompressOptions, RecompressType,
+};
 
 use crate::disk::Disk;
 use crate::protocol::{
-    Arena, CompactReport, ErrorBody, Heap, Holes, IoStat, MmStat, PROTOCOL_VERSION, Refusal, Request, Settings, Version,
+    Arena, CompactReport, ErrorBody, Heap, Holes, IdleReport, IoStat, MmStat, PROTOCOL_VERSION, RecompressReport,
+    Refusal, Request, Settings, Version,
 };
 
 /// The answer to one line.
@@ -36,10 +42,11 @@ fn parse(line: &[u8], disk: &Disk) -> Result<Request, ErrorBody> {
             &format!("{name:?} is not here; the disk here is {:?}", disk.name()),
         ));
     }
-    if request.values.is_some() != (request.command == "set") {
+    let takes_values = ["set", "idle", "recompress"].contains(&request.command.as_str());
+    if request.values.is_some() != takes_values {
         return Err(error(
             "bad-request",
-            "\"values\" go with the command \"set\", and only with it",
+            "\"values\" go with the commands set, idle and recompress, and only with them",
         ));
     }
     Ok(request)
@@ -71,11 +78,110 @@ fn respond(request: &Request, disk: &Disk) -> Result<Vec<u8>, ErrorBody> {
             changes.into_iter().try_for_each(|change| change.apply(disk))?;
             reply(&settings(disk))
         }
+        "idle" => reply(&idle(disk, request.values.iter().flatten())?),
+        "recompress" => reply(&recompress(disk, request.values.iter().flatten())?),
         other => {
-            let known = "version, stats, mm-stat, io-stat, arena, compact, set";
+            let known = "version, stats, mm-stat, io-stat, arena, compact, set, idle, recompress";
             return Err(error("unknown-command", &format!("{other:?} is none of {known}")));
         }
     })
+}
+
+type Values<'a> = std::iter::Flatten<std::option::Iter<'a, serde_json::Map<String, Value>>>;
+
+fn wrong_value(key: &str, value: &Value, allowed: &str) -> ErrorBody {
+    error("bad-value", &format!("{key} {value}: {allowed}"))
+}
+
+/// Marks pages as idle: `age` in seconds, or null for all.
+fn idle(disk: &Disk, values: Values<'_>) -> Result<IdleReport, ErrorBody> {
+    let mut mark = None;
+    for (key, value) in values {
+        mark = Some(match (key.as_str(), value) {
+            ("age", Value::Null) => IdleMark::All,
+            ("age", value) => match value.as_u64() {
+                Some(seconds) => IdleMark::Age(Duration::from_secs(seconds)),
+                None => {
+                    return Err(wrong_value(
+                        key,
+                        value,
+                        "allowed is a number of seconds, or null for all pages",
+                    ));
+                }
+            },
+            _ => {
+                return Err(error(
+                    "unknown-key",
+                    &format!("{key:?} is no value of idle; it takes age"),
+                ));
+            }
+        });
+    }
+    let mark = mark.ok_or_else(|| error("bad-value", "idle takes age: seconds, or null for all pages"))?;
+    Ok(IdleReport {
+        name: disk.name().into(),
+        pages_marked: disk.zram().mark_idle(mark),
+    })
+}
+
+/// Compresses pages again, on this thread.
+fn recompress(disk: &Disk, values: Values<'_>) -> Result<RecompressReport, ErrorBody> {
+    let mut options = RecompressOptions::default();
+    for (key, value) in values {
+        let number = |allowed: &str| value.as_u64().ok_or_else(|| wrong_value(key, value, allowed));
+        match key.as_str() {
+            "type" => {
+                options.kind = match value.as_str() {
+                    Some("all") => RecompressType::All,
+                    Some("idle") => RecompressType::Idle,
+                    Some("huge") => RecompressType::Huge,
+                    Some("huge_idle") => RecompressType::HugeIdle,
+                    _ => return Err(wrong_value(key, value, "allowed is all, idle, huge or huge_idle")),
+                }
+            }
+            "threshold" => options.threshold = Some(number("allowed is 1 to 4095 bytes")? as usize),
+            "max-pages" => options.max_pages = Some(number("allowed is a number of pages")?),
+            "priority" => options.priority = Some(number("allowed is 1 to 3")? as usize),
+            "algorithm" => {
+                let mut all = disk.zram().recompress_algorithms();
+                let found = all.find(|(_, algorithm)| value.as_str().is_some_and(|name| is_called(algorithm, name)));
+                let priority = found.map(|(priority, _)| priority);
+                options.priority =
+                    Some(priority.ok_or_else(|| wrong_value(key, value, "the disk has no such algorithm to use"))?);
+            }
+            _ => {
+                let known = "type, threshold, max-pages, priority and algorithm";
+                return Err(error(
+                    "unknown-key",
+                    &format!("{key:?} is no value of recompress; it takes {known}"),
+                ));
+            }
+        }
+    }
+    let since = Instant::now();
+    let done = disk.zram().recompress(&options).map_err(|cause| {
+        let kind = if cause == RecompressError::Busy {
+            "busy"
+        } else {
+            "bad-value"
+        };
+        error(kind, &cause.to_string())
+    })?;
+    Ok(RecompressReport {
+        name: disk.name().into(),
+        pages_tried: done.pages_tried,
+        pages_recompressed: done.pages_recompressed,
+        pages_incompressible: done.pages_incompressible,
+        bytes_gained: done.bytes_gained,
+        limit_reached: done.is_limit_reached,
+        milliseconds: since.elapsed().as_millis() as u64,
+    })
+}
+
+/// By the whole text, or by the codec's name alone.
+fn is_called(algorithm: &Algorithm, name: &str) -> bool {
+    let text = algorithm.to_string();
+    text == name || text.split('(').next() == Some(name)
 }
 
 const KEYS: &str = "mem-limit (bytes, null for none) and mem-used-max (0 begins it anew) can be set";

@@ -13,7 +13,7 @@ use clap::{ArgGroup, Parser};
 use nix::unistd::Group;
 use rustix::fs::Gid;
 use tracing_subscriber::filter::LevelFilter;
-use zram_core::{Algorithm, DISK_BYTES_MAX, DecompressionContexts, MEM_LIMIT_MIN, PAGE_SIZE, WORKERS_MAX};
+use zram_core::{Algorithm, DISK_BYTES_MAX, DecompressionContexts, MEM_LIMIT_MIN, PAGE_SIZE, PRIORITIES, WORKERS_MAX};
 use zram_vhost::{
     BURST_DEFAULT, BURST_MAX, POLL_MAX, QUEUE_SIZE_DEFAULT, QUEUE_SIZE_MAX, QUEUES_MAX, RateLimit, Serial,
 };
@@ -44,6 +44,8 @@ pub struct Config {
     pub memory_lock: bool,
     /// The codec. Its dictionary is not read yet.
     pub algorithm: Algorithm,
+    /// The codecs of recompression by their priority less one, their dictionaries not read yet.
+    pub recompress_algorithms: [Option<Algorithm>; PRIORITIES - 1],
     /// Pages that can be decoded at a time by a codec that needs a context for it, 1..=128.
     pub decompression_contexts: NonZero<usize>,
     /// The most queues offered, 1..=64.
@@ -169,6 +171,13 @@ struct Arguments {
     /// takes none.
     #[arg(long, value_name = "NAME", default_value = "lz4", value_parser = algorithm)]
     algorithm: Algorithm,
+
+    /// Compression that vzramctl recompress uses, up to three, each [PRIORITY:]NAME
+    ///
+    /// NAME as for --algorithm. PRIORITY, 1 to 3, is the order in which they are tried; without it the lowest that is free.
+    /// Each takes one compression context, whatever the number of queues.
+    #[arg(long, value_name = "NAME", value_parser = recompress_algorithm)]
+    recompress_algorithm: Vec<(Option<usize>, Algorithm)>,
 
     /// Pages that zstd or deflate can decode at a time, 1 to 128 [default: one more than cores or queues]
     ///
@@ -319,6 +328,7 @@ impl Config {
             mem_limit_bytes: arguments.mem_limit,
             memory_lock: arguments.memory_lock,
             algorithm: arguments.algorithm,
+            recompress_algorithms: by_priority(arguments.recompress_algorithm)?,
             decompression_contexts: arguments
                 .decompression_contexts
                 .unwrap_or_else(|| DecompressionContexts::count_for(arguments.num_queues.into())),
@@ -412,6 +422,36 @@ fn in_range(value: u64, min: u64, max: u64, range: &str) -> Result<u64, String> 
 fn algorithm(text: &str) -> Result<Algorithm, String> {
     text.parse()
         .map_err(|error: zram_core::ParseAlgorithmError| error.to_string())
+}
+
+fn recompress_algorithm(text: &str) -> Result<(Option<usize>, Algorithm), String> {
+    // A name has no colon before its parameters, a dictionary's path may have one.
+    match text.split_once(':').filter(|(priority, _)| !priority.contains('(')) {
+        None => Ok((None, algorithm(text)?)),
+        Some((priority, name)) => {
+            let priority = priority
+                .parse()
+                .ok()
+                .filter(|priority| (1..PRIORITIES).contains(priority));
+            Ok((Some(priority.ok_or("PRIORITY is 1 to 3")?), algorithm(name)?))
+        }
+    }
+}
+
+fn by_priority(given: Vec<(Option<usize>, Algorithm)>) -> Result<[Option<Algorithm>; PRIORITIES - 1], String> {
+    let mut all = [const { None }; PRIORITIES - 1];
+    let (named, free): (Vec<_>, Vec<_>) = given.into_iter().partition(|(priority, _)| priority.is_some());
+    for (priority, algorithm) in named.into_iter().chain(free) {
+        let place = match priority {
+            Some(priority) => all.get_mut(priority - 1).filter(|place| place.is_none()),
+            None => all.iter_mut().find(|place| place.is_none()),
+        };
+        *place.ok_or_else(|| match priority {
+            Some(priority) => format!("--recompress-algorithm: priority {priority} is given twice"),
+            None => "--recompress-algorithm: there are three at most".into(),
+        })? = Some(algorithm);
+    }
+    Ok(all)
 }
 
 fn decompression_contexts(text: &str) -> Result<NonZero<usize>, String> {

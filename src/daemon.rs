@@ -18,7 +18,7 @@ use sd_notify::NotifyState;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGXFSZ};
 use signal_hook::{flag, low_level};
 use tracing::info;
-use zram_core::{Codecs, CreateError, DecompressionContexts, LoadError, Options, Zram};
+use zram_core::{Algorithm, Codecs, CreateError, DecompressionContexts, LoadError, Options, PRIORITIES, Zram};
 use zram_vhost::{Device, DeviceConfig, Endpoint, ThreadKind, ThreadStart};
 
 use crate::config::{Config, EndpointConfig, Permissions, default_name};
@@ -293,13 +293,22 @@ impl Frontdoor {
 /// The store's errors with what lies beneath them, which says more.
 /// The algorithm with its dictionary read, and contexts to decode with. Fails before anything can be seen of the daemon.
 fn codecs(config: &Config) -> Result<Arc<Codecs>, Failure> {
-    let failed = |error: LoadError| match &error {
-        LoadError::Read(_, cause) => Failure::new(format!("--algorithm: {error}: {cause}")),
-        error => Failure::new(format!("--algorithm: {error}")),
+    let load = |option: &str, algorithm: &Algorithm| {
+        algorithm.load().map_err(|error| match &error {
+            LoadError::Read(_, cause) => Failure::new(format!("{option}: {error}: {cause}")),
+            error => Failure::new(format!("{option}: {error}")),
+        })
     };
-    let algorithm = config.algorithm.load().map_err(failed)?;
+    let primary = load("--algorithm", &config.algorithm)?;
+    let mut secondary = [const { None }; PRIORITIES - 1];
+    for (place, algorithm) in secondary.iter_mut().zip(&config.recompress_algorithms) {
+        let loaded = algorithm
+            .as_ref()
+            .map(|algorithm| load("--recompress-algorithm", algorithm));
+        *place = loaded.transpose()?;
+    }
     let contexts = DecompressionContexts::new(config.decompression_contexts);
-    Codecs::new(algorithm, Default::default(), contexts)
+    Codecs::new(primary, secondary, contexts)
         .map(Arc::new)
         .map_err(Failure::new)
 }

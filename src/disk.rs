@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use zram_core::{UpkeepThread, Zram};
 use zram_vhost::{Device, DeviceStatus, RequestCounts};
 
-use crate::protocol::{DiskStats, Frontend, Requests, SandboxStatus};
+use crate::protocol::{ContextBytes, DiskStats, Frontend, RecompressAlgorithm, Requests, SandboxStatus};
 use crate::sandbox::{Kind, Sandbox};
 
 /// A served disk.
@@ -64,6 +64,7 @@ impl Disk {
     /// All numbers.
     pub fn stats(&self) -> DiskStats {
         let stats = self.zram.stats();
+        let contexts = self.zram.context_bytes();
         let device = self.device.lock().unwrap_or_else(PoisonError::into_inner);
         let status = device.as_ref().map(Device::status).unwrap_or_default();
         drop(device);
@@ -79,6 +80,19 @@ impl Disk {
             name: self.name.clone(),
             disksize: self.zram.size_bytes(),
             algorithm: self.zram.algorithm().to_string(),
+            recompress_algorithms: self
+                .zram
+                .recompress_algorithms()
+                .map(|(priority, algorithm)| RecompressAlgorithm {
+                    priority: priority as u64,
+                    algorithm: algorithm.to_string(),
+                })
+                .collect(),
+            context_bytes: ContextBytes {
+                worker: contexts.worker,
+                shared: contexts.shared,
+                decompression: contexts.decompression,
+            },
             read_only: self.read_only,
             orig_data_size: stats.orig_data_size,
             compr_data_size: stats.compr_data_size,

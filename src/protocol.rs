@@ -14,12 +14,12 @@ pub const REQUEST_BYTES_MAX: usize = 4096;
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Request {
-    /// `version`, `stats`, `mm-stat`, `io-stat`, `arena`, `compact` or `set`.
+    /// `version`, `stats`, `mm-stat`, `io-stat`, `arena`, `compact`, `set`, `idle` or `recompress`.
     pub command: String,
     /// The name of the disk that is meant. Without it, the daemon's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub disk: Option<String>,
-    /// For `set` only: new values by their keys.
+    /// For `set`, `idle` and `recompress` only: values by their keys.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub values: Option<Map<String, Value>>,
 }
@@ -147,6 +147,10 @@ pub struct DiskStats {
     pub disksize: u64,
     /// As the `--algorithm` option takes it.
     pub algorithm: String,
+    /// What `recompress` can use.
+    pub recompress_algorithms: Vec<RecompressAlgorithm>,
+    /// What contexts take.
+    pub context_bytes: ContextBytes,
     /// Whether guests may only read.
     pub read_only: bool,
     /// Data stored, uncompressed: pages in use times 4096, same-filled ones included.
@@ -203,6 +207,54 @@ pub struct DiskStats {
     pub requests: Requests,
     /// What the daemon has given up.
     pub sandbox: SandboxStatus,
+}
+
+/// An algorithm of `--recompress-algorithm`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RecompressAlgorithm {
+    /// 1 to 3; the lowest is tried first.
+    pub priority: u64,
+    /// As the option takes it.
+    pub algorithm: String,
+}
+
+/// Bytes of compression and decompression contexts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ContextBytes {
+    /// Each queue's compression context and buffer; 0 before the first queue ran.
+    pub worker: u64,
+    /// Once for the disk: compression contexts for recompression, and dictionaries.
+    pub shared: u64,
+    /// Once for the daemon: contexts to decode with.
+    pub decompression: u64,
+}
+
+/// The answer to `idle`.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct IdleReport {
+    /// The disk's name.
+    pub name: String,
+    /// Pages that have the mark now.
+    pub pages_marked: u64,
+}
+
+/// The answer to `recompress`, when all is done.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct RecompressReport {
+    /// The disk's name.
+    pub name: String,
+    /// Pages that were tried.
+    pub pages_tried: u64,
+    /// Pages that are stored with less now.
+    pub pages_recompressed: u64,
+    /// Pages of which no algorithm makes less; they are not tried again until they are written.
+    pub pages_incompressible: u64,
+    /// Bytes of content that were gained.
+    pub bytes_gained: u64,
+    /// It ended early: the memory limit left no room for the new beside the old.
+    pub limit_reached: bool,
+    /// How long it took.
+    pub milliseconds: u64,
 }
 
 /// What the daemon has given up; see its `--sandbox` option.

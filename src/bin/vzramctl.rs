@@ -16,13 +16,17 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 use vhost_user_zram::config::one_line;
 use vhost_user_zram::picture;
-use vhost_user_zram::protocol::{Arena, CompactReport, DiskStats, IoStat, MmStat, Refusal, Request, Settings};
+use vhost_user_zram::protocol::{
+    Arena, CompactReport, DiskStats, IdleReport, IoStat, MmStat, RecompressReport, Refusal, Request, Settings,
+};
 use vhost_user_zram::size::{self, human};
 
 /// A daemon answers in microseconds; one that takes this long is stuck or stopped.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// Compaction walks through the whole slot table, with pauses.
 const PATIENCE_COMPACT: Duration = Duration::from_secs(600);
+/// Recompression takes some 50 microseconds a page, 4 hours for a TiB.
+const PATIENCE_RECOMPRESS: Duration = Duration::from_secs(24 * 3600);
 /// Far more than any answer has.
 const ANSWER_BYTES_MAX: u64 = 1 << 20;
 
@@ -74,6 +78,35 @@ enum Command {
         #[arg(value_name = "DISK")]
         disk: String,
     },
+    /// Mark a disk's pages as idle, until they are read or written
+    ///
+    /// AGE marks those that nobody read or wrote for so long, and takes the mark from the others: a number of seconds, or
+    /// with a unit, s, m, h or d. Ages are known to ten seconds at first, to hours in the end, and taken for less rather
+    /// than for more.
+    Idle {
+        /// The disk's name, as in column NAME
+        #[arg(value_name = "DISK")]
+        disk: String,
+        /// all, or an age such as 90, 10m or 2h
+        #[arg(value_name = "all|AGE", value_parser = age)]
+        age: Age,
+    },
+    /// Compress a disk's pages again, with the algorithms of --recompress-algorithm
+    ///
+    /// The largest come first. Each page is tried with the algorithms above the one that made it, and kept as it is where
+    /// none needs less room: then it is not tried again until it is written. It is done when the command ends, and holds
+    /// up no guest: half of the time it rests.
+    ///
+    /// type=all, idle, huge or huge_idle: which pages; all without it. threshold=BYTES: only pages that take so much, and
+    /// only results below it. max-pages=N: try no more. priority=N or algorithm=NAME: only this algorithm.
+    Recompress {
+        /// The disk's name, as in column NAME
+        #[arg(value_name = "DISK")]
+        disk: String,
+        /// type=, threshold=, max-pages=, priority= or algorithm=
+        #[arg(value_name = "KEY=VALUE", value_parser = recompress_value)]
+        values: Vec<Assignment>,
+    },
     /// Show how the memory of a disk's objects is used
     ///
     /// Objects lie in segments. Listed are the segments by the share of them that objects take, the holes between objects
@@ -98,7 +131,11 @@ impl Command {
     /// The disk that is meant.
     fn disk(&self) -> Option<&str> {
         match self {
-            Command::Set { disk, .. } | Command::Compact { disk } | Command::Arena { disk } => Some(disk),
+            Command::Set { disk, .. }
+            | Command::Compact { disk }
+            | Command::Idle { disk, .. }
+            | Command::Recompress { disk, .. }
+            | Command::Arena { disk } => Some(disk),
             Command::MmStat | Command::IoStat => None,
         }
     }
@@ -114,6 +151,41 @@ fn assignment(text: &str) -> Result<Assignment, String> {
     let value = match value {
         "none" => Value::Null,
         value => size::parse(value)?.into(),
+    };
+    Ok((key.into(), value))
+}
+
+/// Seconds; `None` is all pages.
+#[derive(Clone, Copy)]
+struct Age(Option<u64>);
+
+fn age(text: &str) -> Result<Age, String> {
+    if text == "all" {
+        return Ok(Age(None));
+    }
+    let (number, seconds) = match text.chars().last() {
+        Some('s') => (&text[..text.len() - 1], 1),
+        Some('m') => (&text[..text.len() - 1], 60),
+        Some('h') => (&text[..text.len() - 1], 3600),
+        Some('d') => (&text[..text.len() - 1], 86_400),
+        _ => (text, 1),
+    };
+    let number = number
+        .parse::<u64>()
+        .ok()
+        .and_then(|number| number.checked_mul(seconds));
+    number
+        .map(|seconds| Age(Some(seconds)))
+        .ok_or_else(|| "allowed is all, or an age such as 90, 10m or 2h".into())
+}
+
+fn recompress_value(text: &str) -> Result<Assignment, String> {
+    let (key, value) = text.split_once('=').ok_or("a value is KEY=VALUE, such as type=idle")?;
+    // Numbers go as numbers; what is wrong with them the daemon says.
+    let number = ["threshold", "max-pages", "priority"].contains(&key);
+    let value = match value.parse::<u64>() {
+        Ok(value) if number => value.into(),
+        _ => value.into(),
     };
     Ok((key.into(), value))
 }
@@ -144,7 +216,7 @@ Exit codes:
   1  the daemon refused, or its answer makes no sense
   2  the command line is wrong
   6  a daemon cannot be reached, or does not answer within 5 seconds
-     (compact: 10 minutes)";
+     (compact: 10 minutes, recompress: a day)";
 
 const EXIT_FAILURE: u8 = 1;
 const EXIT_USAGE: u8 = 2;
@@ -239,13 +311,18 @@ fn ask(path: &Path, command: Option<&Command>) -> Result<String, Failure> {
         Some(Command::IoStat) => ("io-stat", PATIENCE),
         Some(Command::Set { .. }) => ("set", PATIENCE),
         Some(Command::Compact { .. }) => ("compact", PATIENCE_COMPACT),
+        Some(Command::Idle { .. }) => ("idle", PATIENCE_COMPACT),
+        Some(Command::Recompress { .. }) => ("recompress", PATIENCE_RECOMPRESS),
         Some(Command::Arena { .. }) => ("arena", PATIENCE),
     };
     let request = Request {
         command: name.into(),
         disk: command.and_then(Command::disk).map(String::from),
         values: match command {
-            Some(Command::Set { values, .. }) => Some(values.iter().cloned().collect()),
+            Some(Command::Set { values, .. } | Command::Recompress { values, .. }) => {
+                Some(values.iter().cloned().collect())
+            }
+            Some(Command::Idle { age: Age(age), .. }) => Some(std::iter::once(("age".into(), (*age).into())).collect()),
             _ => None,
         },
     };
@@ -303,6 +380,10 @@ fn show(arguments: &Arguments, answers: &[String]) -> Result<String, Failure> {
         Some(Command::IoStat) => lines(answers, |stat: IoStat| stat.io_stat),
         Some(Command::Set { .. }) => lines(answers, |settings| settings_line(&settings, arguments.bytes)),
         Some(Command::Compact { .. }) => lines(answers, |report| compact_line(&report, arguments.bytes)),
+        Some(Command::Idle { .. }) => lines(answers, |report: IdleReport| {
+            format!("{}: {} pages are marked as idle\n", report.name, report.pages_marked)
+        }),
+        Some(Command::Recompress { .. }) => lines(answers, |report| recompress_line(&report, arguments.bytes)),
         Some(Command::Arena { .. }) => lines(answers, |arena: Arena| picture::arena(&arena)),
         None if answers.is_empty() => Ok(String::new()),
         None => {
@@ -321,6 +402,26 @@ fn lines<T: DeserializeOwned>(answers: &[String], line: impl Fn(T) -> String) ->
 
 fn read<T: DeserializeOwned>(answer: &str) -> Result<T, Failure> {
     serde_json::from_str(answer).map_err(|error| Failure::senseless(&error))
+}
+
+fn recompress_line(report: &RecompressReport, bytes: bool) -> String {
+    let gained = match bytes {
+        true => report.bytes_gained.to_string(),
+        false => human(report.bytes_gained),
+    };
+    let limit = if report.limit_reached {
+        "; it ended at the memory limit"
+    } else {
+        ""
+    };
+    format!(
+        "{}: {} of {} pages recompressed in {:.1} s, {gained} gained; {} cannot be compressed{limit}\n",
+        report.name,
+        report.pages_recompressed,
+        report.pages_tried,
+        report.milliseconds as f64 / 1000.0,
+        report.pages_incompressible,
+    )
 }
 
 fn settings_line(settings: &Settings, bytes: bool) -> String {

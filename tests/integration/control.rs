@@ -393,7 +393,7 @@ fn impostor(directory: &Path, answer: &'static str) {
 
 /// A disk in the middle of its life.
 const BUSY: &str = concat!(
-    r#"{"name":"build-cache","disksize":4294967296,"algorithm":"zstd(level=3)","read_only":false,"#,
+    r#"{"name":"build-cache","disksize":4294967296,"algorithm":"zstd(level=3)","recompress_algorithms":[],"context_bytes":{"worker":0,"shared":0,"decompression":0},"read_only":false,"#,
     r#""orig_data_size":1363148801,"compr_data_size":419430402,"mem_used_total":432013313,"mem_limit":1073741824,"#,
     r#""mem_used_max":432013314,"table_bytes":3145728,"total_bytes":435159041,"same_pages":5,"pages_compacted":6,"#,
     r#""huge_pages":7,"huge_pages_since":8,"failed_reads":9,"failed_writes":10,"invalid_io":11,"notify_free":12,"#,

@@ -96,7 +96,9 @@ pub use upkeep::{Upkeep, UpkeepThread};
 #[cfg(not(loom))]
 pub use worker::{ReadError, Worker, WriteError};
 #[cfg(not(loom))]
-pub use zram::{CreateError, DISK_BYTES_MAX, MEM_LIMIT_MIN, MemLimitError, Options, WORKERS_MAX, WorkerError, Zram};
+pub use zram::{
+    ContextBytes, CreateError, DISK_BYTES_MAX, MEM_LIMIT_MIN, MemLimitError, Options, WORKERS_MAX, WorkerError, Zram,
+};
 
 /// What `zram-core/fuzz` runs.
 #[cfg(all(any(test, fuzzing), not(loom)))]

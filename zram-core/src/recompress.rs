@@ -97,6 +97,9 @@ struct Run<'a> {
     id: ParticipantId,
     retired: Retired,
     page: Box<Page>,
+    /// One bit a slot: a page that got smaller comes by again among the smaller ones. Zeroes that nothing touches cost
+    /// no memory.
+    tried: Vec<u64>,
     done: Recompressed,
     slice: Instant,
 }
@@ -127,6 +130,7 @@ impl Zram {
             id: self.epochs.join().ok_or(RecompressError::Workers)?,
             retired: Retired::default(),
             page: Page::zeroed(),
+            tried: vec![0; self.table.slots().div_ceil(64) as usize],
             done: Recompressed::default(),
             slice: Instant::now(),
         };
@@ -164,10 +168,20 @@ impl Run<'_> {
                 {
                     return;
                 }
-                self.one(index);
-                self.rest();
+                if !self.was_tried(index) {
+                    self.one(index);
+                    self.rest();
+                }
             }
         }
+    }
+
+    /// Whether the page was tried in this run; from now on it was.
+    fn was_tried(&mut self, index: SlotIndex) -> bool {
+        let (word, bit) = (&mut self.tried[index.0 as usize / 64], 1 << (index.0 % 64));
+        let was = *word & bit != 0;
+        *word |= bit;
+        was
     }
 
     /// The length of the object, if the page is to be tried.

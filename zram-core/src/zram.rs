@@ -12,7 +12,7 @@ use rustix::rand::{GetRandomFlags, getrandom};
 
 use crate::arena::{Arena, ArenaReport, Full, Purpose, Room, SEGMENT_SIZE, object_granules};
 use crate::clean::Cleaner;
-use crate::codec::{Algorithm, Codecs, Stream};
+use crate::codec::{Algorithm, Codecs, PRIORITIES, Stream};
 use crate::epoch::{Epochs, Guard, ParticipantId, Retired};
 use crate::head::{Head, Part};
 use crate::idle::{self, IdleMark};
@@ -81,6 +81,17 @@ pub enum WorkerError {
     Context,
 }
 
+/// Memory of contexts, in bytes. They are taken at start, and do not grow with what is stored.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ContextBytes {
+    /// Each worker's compression context and output buffer; 0 before the first worker.
+    pub worker: u64,
+    /// Once a disk: compression contexts for recompression, and dictionaries.
+    pub shared: u64,
+    /// Once a daemon: contexts to decode with.
+    pub decompression: u64,
+}
+
 /// One disk's content. Shared by its workers, which do all reading and writing.
 pub struct Zram {
     size_bytes: u64,
@@ -101,6 +112,8 @@ pub struct Zram {
     pub(crate) sleeper: Sleeper,
     /// Held by a run of recompression.
     pub(crate) recompressing: Mutex<()>,
+    /// What a worker's stream takes; 0 until there was one.
+    stream_bytes: AtomicU64,
     created: Instant,
     /// The last walk that moved the pages' ages on, since `created`.
     ticked: Mutex<Duration>,
@@ -169,6 +182,7 @@ impl Zram {
             cleaner: Mutex::new(cleaner),
             sleeper: Sleeper::default(),
             recompressing: Mutex::new(()),
+            stream_bytes: AtomicU64::new(0),
             created: Instant::now(),
             ticked: Mutex::default(),
             was_used: AtomicBool::new(false),
@@ -189,6 +203,20 @@ impl Zram {
     pub fn algorithm(&self) -> &Algorithm {
         let primary = self.codecs.algorithm(0);
         primary.expect("priority 0 is always there").algorithm()
+    }
+
+    /// The algorithms for recompression, with their priorities.
+    pub fn recompress_algorithms(&self) -> impl Iterator<Item = (usize, &Algorithm)> {
+        (1..PRIORITIES).filter_map(|priority| Some((priority, self.codecs.algorithm(priority)?.algorithm())))
+    }
+
+    /// What compression and decompression contexts take.
+    pub fn context_bytes(&self) -> ContextBytes {
+        ContextBytes {
+            worker: self.stream_bytes.load(Ordering::Relaxed),
+            shared: self.codecs.memory_bytes() as u64,
+            decompression: self.codecs.contexts().memory_bytes(),
+        }
     }
 
     /// The most host memory that pages may hold, in bytes.
@@ -272,6 +300,7 @@ impl Zram {
     /// A worker: who reads and writes. Takes the memory of a compression context.
     pub fn worker(self: &Arc<Self>) -> Result<Worker, WorkerError> {
         let stream = self.codecs.stream().map_err(|_| WorkerError::Context)?;
+        self.stream_bytes.store(stream.memory_bytes() as u64, Ordering::Relaxed);
         let id = self.epochs.join().ok_or(WorkerError::TooMany)?;
         Ok(Worker::new(Arc::clone(self), id, stream))
     }

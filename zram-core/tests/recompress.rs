@@ -232,6 +232,21 @@ fn priorities_are_tried_in_their_order_or_one_alone() {
     check(&mut worker, 1);
 }
 
+/// What the first algorithm made smaller is not tried with the next one in the same run.
+#[test]
+fn a_run_tries_a_page_once() {
+    let zram = create("lz4", [Some("lz4hc"), Some("zstd"), None]);
+    let mut worker = fill(&zram, 1);
+    let first = run(&zram, ALL);
+    assert_eq!(first.pages_tried, STORED);
+    let second = run(&zram, ALL);
+    assert!(
+        second.pages_recompressed > 0,
+        "with zstd, what lz4hc had gained on: {second:?}"
+    );
+    check(&mut worker, 1);
+}
+
 #[test]
 fn what_cannot_be_is_refused() {
     let zram = lz4_then_zstd();

@@ -215,6 +215,30 @@ impl Algorithm {
         self.dictionary.as_deref()
     }
 
+    /// Whether it stores less of most pages than `other`, by name and level, as measured (docs/benchmarks.md). A hint:
+    /// pages and dictionaries differ.
+    pub fn is_denser_than(&self, other: &Algorithm) -> bool {
+        let rank = |algorithm: &Algorithm| {
+            let by_name = match algorithm.name {
+                Name::E842 => 0,
+                Name::Lz4 => 1,
+                Name::Lzo => 2,
+                Name::LzoRle => 3,
+                Name::Lz4hc => 4,
+                Name::Deflate => 5,
+                Name::Zstd => 6,
+            };
+            // lz4's level is an acceleration: the higher, the less dense.
+            let by_level = if algorithm.name == Name::Lz4 {
+                -algorithm.level
+            } else {
+                algorithm.level
+            };
+            (by_name, by_level)
+        };
+        rank(self) > rank(other)
+    }
+
     fn of(name: Name) -> Algorithm {
         Algorithm {
             name,
@@ -268,6 +292,17 @@ impl Algorithm {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn denser_is_by_name_and_then_by_level() {
+        let denser = |one: &str, other: &str| {
+            let [one, other] = [one, other].map(|text| text.parse::<Algorithm>().unwrap());
+            one.is_denser_than(&other)
+        };
+        assert!(denser("zstd", "lz4") && !denser("lz4", "zstd"));
+        assert!(denser("zstd(level=9)", "zstd(level=3)") && !denser("zstd", "zstd"));
+        assert!(denser("lz4", "lz4(level=9)") && denser("lz4hc", "lzo-rle") && !denser("842", "lz4"));
+    }
 
     #[test]
     fn names_and_parameters_are_read_and_printed_alike() {
