@@ -24,8 +24,10 @@ use crate::zram::{RETIRED_OPEN_MAX, Zram, slot_granules};
 
 /// How long a pass works before it lets others run.
 pub(crate) const SLICE: Duration = Duration::from_micros(500);
-/// Slots that are walked, or objects moved, between two looks at the clock.
-const STRIDE: u64 = 64;
+/// Slots that are walked between two looks at the clock, whether or not they hold anything.
+const SLOTS_A_LOOK: u64 = 1 << 16;
+/// Objects that are moved between two looks at the clock.
+const MOVES_A_LOOK: u32 = 16;
 /// A pass that waits longer for a reader leaves the segment to the next pass.
 const GRACE_WAIT_MAX: Duration = Duration::from_secs(1);
 /// What lies in the spare segment for longer than this was not taken from there by who put it there.
@@ -274,26 +276,29 @@ impl Zram {
     /// Moves what lies in chosen segments, from where the pass stands, for a slice of time.
     fn walk(&self, cleaner: &mut Cleaner, pass: &mut Pass, since: Instant) {
         let slots = self.table.slots();
-        let mut until_look = STRIDE;
-        for (index, hint) in self.table.walk(pass.next_slot..slots) {
-            pass.next_slot = u64::from(index.0);
-            let found = slot_granules(Slot::unpack(hint));
-            if found.is_some_and(|(handle, _)| pass.is_chosen(segment_of(handle))) {
+        while pass.next_slot < slots {
+            let end = (pass.next_slot + SLOTS_A_LOOK).min(slots);
+            let mut moved = 0;
+            for (index, hint) in self.table.walk(pass.next_slot..end) {
+                let found = slot_granules(Slot::unpack(hint));
+                if !found.is_some_and(|(handle, _)| pass.is_chosen(segment_of(handle))) {
+                    continue;
+                }
                 if self.move_object(cleaner, pass, index).is_none() {
                     pass.next_slot = slots;
                     return;
                 }
-                until_look = until_look.saturating_sub(STRIDE / 4);
-            }
-            until_look = until_look.saturating_sub(1);
-            if until_look == 0 {
-                if since.elapsed() >= SLICE {
+                moved += 1;
+                if moved % MOVES_A_LOOK == 0 && since.elapsed() >= SLICE {
+                    pass.next_slot = u64::from(index.0) + 1;
                     return;
                 }
-                until_look = STRIDE;
+            }
+            pass.next_slot = end;
+            if since.elapsed() >= SLICE {
+                return;
             }
         }
-        pass.next_slot = slots;
     }
 
     /// Moves the object of a slot, if it still lies in a chosen segment. `None`: there is no room.

@@ -287,6 +287,35 @@ fn a_second_run_of_recompression_is_refused_and_writes_win_over_the_first() {
     assert!(zram.recompress(&RecompressOptions::default()).is_ok());
 }
 
+/// A thread that panics with a heap takes it out of use, and nothing else: others go on, and the cleaner ends its pass.
+#[test]
+fn a_heap_whose_user_panicked_is_left_alone() {
+    let zram = create(None);
+    make_sparse(&zram);
+    let (arm, stop) = stop_at(Step::Chosen);
+    let (done, is_done) = channel();
+    let cleaner = {
+        let zram = Arc::clone(&zram);
+        std::thread::spawn(move || {
+            arm.set();
+            zram.compact();
+            done.send(()).unwrap();
+        })
+    };
+    stop.reached.recv_timeout(DEADLINE).unwrap();
+    (0..3).for_each(|heap| zram.arena.poison_heap(heap));
+    drop(stop.go_on);
+    is_done
+        .recv_timeout(DEADLINE)
+        .expect("the cleaner waits for a heap that is lost");
+    cleaner.join().unwrap();
+    do_everything(&zram, 5);
+    let deadline = std::time::Instant::now() + DEADLINE;
+    while zram.upkeep() == Upkeep::Soon {
+        assert!(std::time::Instant::now() < deadline, "upkeep never ends");
+    }
+}
+
 /// A writer that comes between the cleaner's copy and its exchange wins.
 #[test]
 fn the_cleaner_that_loses_to_a_writer_moves_nothing() {

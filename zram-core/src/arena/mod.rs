@@ -345,9 +345,14 @@ impl Arena {
         heap.is_some_and(|mut heap| heap.close(segment.local, segment.number))
     }
 
-    /// Allocates in the segment again: `Some(false)` when it became empty and is gone, `None` when its heap is in use.
+    /// Allocates in the segment again: `Some(false)` when it became empty and is gone, `None` when its heap is in use. In a
+    /// heap whose user panicked nothing is allocated any more, so there it is as good as open.
     pub(crate) fn reopen(&self, segment: &Sparse) -> Option<bool> {
-        let mut heap = self.try_heap(segment.heap.into())?;
+        let number = usize::from(segment.heap);
+        if self.heaps[number].0.heap.is_poisoned() {
+            return Some(true);
+        }
+        let mut heap = self.try_heap(number)?;
         Some(heap.reopen(segment.local, segment.number))
     }
 
@@ -574,6 +579,16 @@ impl Arena {
     fn set_home(&self, segment: u32, heap: usize, local: Local) {
         let home = (heap as u32) << HOME_LOCAL_BITS | local;
         self.homes.half_words()[segment as usize].store(home, Ordering::Relaxed);
+    }
+
+    /// As if a thread had panicked while it had the heap.
+    #[cfg(test)]
+    pub(crate) fn poison_heap(&self, number: usize) {
+        let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            let _heap = self.heaps[number].0.heap.lock();
+            panic!("as if an invariant did not hold");
+        }));
+        assert!(panicked.is_err() && self.heaps[number].0.heap.is_poisoned());
     }
 
     /// Panics unless holes and live objects together are all segments in use. Only for a store at rest: every object
