@@ -35,15 +35,19 @@ fn width(class: usize) -> u64 {
 
 /// The least time since a page in this class was used.
 pub(crate) fn age_of(class: usize) -> Duration {
-    // A page enters a class when the clock passes a multiple of the width of the class before, and leaves it at the next
-    // multiple of its own width: at once from class 0, and where the width doubles after half of it.
-    let secs = (1..class).map(|class| width(class - 1)).sum();
+    // A page enters class 1 at a walk, and a class after it when the clock passes a multiple of the width of the class
+    // before; it leaves it at the next multiple of its own width: where the width doubles after half of it.
+    let secs = (2..class).map(|class| width(class - 1)).sum();
     Duration::from_secs(secs)
 }
 
-/// What becomes of each class from one moment to another.
+/// What becomes of each class from one walk to the next. A page in class 0 was used in between, nobody knows when: it goes
+/// to class 1, which says nothing of its age yet, and so that its next use is seen.
 fn aged(from: Duration, to: Duration) -> [u8; AGE_CLASSES] {
     std::array::from_fn(|class| {
+        if class == 0 {
+            return 1;
+        }
         let (mut class, mut at) = (class, from.as_secs());
         while class + 1 < AGE_CLASSES {
             at = (at / width(class) + 1) * width(class);
@@ -118,7 +122,10 @@ mod tests {
 
     #[test]
     fn classes_grow_to_days() {
-        assert_eq!([0, 1, 2, 3].map(age_of), [secs(0), secs(0), secs(10), secs(20)]);
+        assert_eq!(
+            [0, 1, 2, 3, 4].map(age_of),
+            [secs(0), secs(0), secs(0), secs(10), secs(20)]
+        );
         assert!((1..AGE_CLASSES).all(|class| age_of(class) >= age_of(class - 1)));
         assert!(
             age_of(AGE_CLASSES - 1) > secs(24 * 3600),
@@ -132,7 +139,7 @@ mod tests {
     fn an_age_is_never_too_high_and_not_much_too_low() {
         for used_at in [0, 1, 9, 10, 11, 777] {
             for period in [10, 11, 13, 37, 60, 3600, 86_400] {
-                let mut class = 0;
+                let mut class = usize::from(aged(secs(0), secs(used_at))[0]);
                 for walk in 1..400 {
                     let (from, to) = (secs(used_at + (walk - 1) * period), secs(used_at + walk * period));
                     class = usize::from(aged(from, to)[class]);
@@ -157,18 +164,25 @@ mod tests {
         ];
         let table = table(&words);
         tick(&table, secs(0), secs(25));
-        assert_eq!(slot::age(load(&table, 0)), Some(2));
-        assert_eq!(
-            load(&table, 0),
-            slot::with_age(word(100), 2),
-            "and nothing else of the word"
-        );
+        assert_eq!(slot::age(load(&table, 0)), Some(1), "used at some time before the walk");
+        tick(&table, secs(25), secs(45));
+        let expected = slot::with_age(word(100), 3);
+        assert_eq!(load(&table, 0), expected, "and nothing else of the word");
         assert_eq!(
             [1, 2, 3].map(|index| load(&table, index)),
             [words[1], words[2], words[3]]
         );
-        tick(&table, secs(25), secs(29));
-        assert_eq!(slot::age(load(&table, 0)), Some(2));
+        tick(&table, secs(45), secs(49));
+        assert_eq!(slot::age(load(&table, 0)), Some(3));
+    }
+
+    /// The walk comes long after the last one, because nobody used anything, and then somebody did.
+    #[test]
+    fn a_page_used_after_a_long_rest_is_young() {
+        let table = table(&[word(100), slot::with_age(word(100), 1)]);
+        tick(&table, secs(100), secs(100_000));
+        assert_eq!(mark(&table, IdleMark::Age(secs(20))), 1);
+        assert!(!slot::is_idle(load(&table, 0)) && slot::is_idle(load(&table, 1)));
     }
 
     #[test]

@@ -430,6 +430,48 @@ fn a_slow_reader_leaves_nothing_in_the_spare_segment() {
     }
 }
 
+/// Segments on their way back to the host are held and cannot be used: a writer waits for them for a while.
+#[test]
+fn a_write_is_not_refused_for_memory_on_its_way_back() {
+    let zram = create(Some(4 * MEM_LIMIT_MIN));
+    let (mut worker, mut page) = (zram.worker().unwrap(), Page::zeroed());
+    let mut stored = 0;
+    for slot in 0..SLOTS {
+        fill(&mut page, slot, 1);
+        if worker.write_page(SlotIndex(slot), &page).is_err() {
+            break;
+        }
+        stored = slot;
+    }
+    worker.discard(0..u64::from(SLOTS));
+    worker.end_batch();
+    let (arm, stop) = stop_at(Step::GivingBack);
+    let upkeep = {
+        let zram = Arc::clone(&zram);
+        std::thread::spawn(move || {
+            arm.set();
+            zram.upkeep();
+        })
+    };
+    stop.reached.recv_timeout(DEADLINE).unwrap();
+    let (written, is_written) = channel();
+    let writer = std::thread::spawn(move || {
+        let mut refused = 0;
+        for slot in 0..stored / 4 * 3 {
+            fill(&mut page, slot, 2);
+            refused += u32::from(worker.write_page(SlotIndex(slot), &page).is_err());
+        }
+        written.send(refused).unwrap();
+    });
+    // There is room for some, and then nothing for a moment.
+    let early = is_written.recv_timeout(Duration::from_millis(40));
+    assert!(early.is_err(), "{early:?} were refused");
+    drop(stop.go_on);
+    assert_eq!(is_written.recv_timeout(DEADLINE), Ok(0));
+    writer.join().unwrap();
+    upkeep.join().unwrap();
+}
+
 /// Room is refused at every place in turn where it is asked for: the write fails, nothing else changes.
 #[test]
 fn an_allocation_that_fails_leaves_everything_as_it_was() {

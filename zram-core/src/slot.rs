@@ -123,6 +123,11 @@ pub(crate) fn used(word: u64) -> u64 {
     if is_stored(word) { word & !USE_FLAGS } else { word }
 }
 
+/// Whether two words say the same of the same object, flags of its use apart.
+pub(crate) fn is_same_object(one: u64, other: u64) -> bool {
+    one == other || is_stored(one) && (one ^ other) & !(USE_FLAGS | INCOMPRESSIBLE) == 0
+}
+
 /// A stored page's word that says that no algorithm gains anything.
 pub(crate) fn incompressible(word: u64) -> u64 {
     word | INCOMPRESSIBLE

@@ -142,7 +142,8 @@ impl Zram {
                 Upkeep::Later => {
                     // From here on every page's age is known without a walk, until one is used.
                     self.tick();
-                    let is_over = || self.changes() != changes || self.was_used() || stop.load(Ordering::Relaxed);
+                    let has_work = || self.has_orphans() || self.arena.has_upkeep() || self.was_used();
+                    let is_over = || self.changes() != changes || has_work() || stop.load(Ordering::Relaxed);
                     self.sleeper.sleep(is_over);
                 }
             }

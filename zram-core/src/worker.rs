@@ -225,7 +225,7 @@ impl Worker {
             self.cells().huge_pages_since.add(1);
         }
         match slot_granules(new) {
-            Some((handle, _)) if self.zram.arena.is_spare(handle) => self.leave_spare(index, old, new),
+            Some((handle, _)) if self.zram.arena.is_spare(handle) => self.leave_spare(index, old),
             _ => self.retire(old),
         }
     }
@@ -240,24 +240,25 @@ impl Worker {
         }
     }
 
-    /// After a write at the limit went to the spare segment: moves it to the place of what it replaced, as soon as nobody
-    /// can read that any more. Where a reader takes its time the cleaner does it later.
-    fn leave_spare(&mut self, index: SlotIndex, old: u64, new: Slot) {
-        let place = slot_granules(Slot::unpack(old));
+    /// After a write at the limit went to the spare segment: moves what the slot holds, this or what another worker put
+    /// there since, to the place of what was replaced, as soon as nobody can read that any more. Where a reader takes its
+    /// time, or the other's place was it, the cleaner does it later.
+    fn leave_spare(&mut self, index: SlotIndex, old: u64) {
+        let zram = Arc::clone(&self.zram);
         let Some((place, granules)) =
-            place.filter(|&(_, granules)| slot_granules(new).is_some_and(|new| new.1 <= granules))
+            slot_granules(Slot::unpack(old)).filter(|&(place, _)| !zram.arena.is_spare(place))
         else {
-            self.retire(old); // another worker has replaced what was to be replaced
+            self.retire(old); // who replaced the object before this one has its place
             return;
         };
         let mut former = Retired::default();
         former.push(old);
         self.cells().retired.add(1);
-        former.seal(&self.zram.epochs);
+        former.seal(&zram.epochs);
         let since = Instant::now();
         let mut is_free = false;
         loop {
-            former.reclaim(&self.zram.epochs, |_| is_free = true);
+            former.reclaim(&zram.epochs, |_| is_free = true);
             match since.elapsed() {
                 _ if is_free => break,
                 waited if waited < GRACE_SPIN_MAX => std::thread::yield_now(),
@@ -269,32 +270,39 @@ impl Worker {
             }
         }
         self.cells().retired.add(-1);
-        let zram = Arc::clone(&self.zram);
         let guard = zram.epochs.pin(self.id);
-        let word = zram.table.load(index);
-        if slot::used(word) != new.pack() {
+        let mut word = zram.table.load(index);
+        let slot = Slot::unpack(word);
+        let Some((spare, needed)) =
+            slot_granules(slot).filter(|&(handle, needed)| needed <= granules && zram.arena.is_spare(handle))
+        else {
             drop(guard);
             // SAFETY: it was in a slot, its grace period is over, and nobody else has it.
             unsafe { zram.arena.free(self.id, place, granules) };
             return;
-        }
-        let len = match new {
+        };
+        let len = match slot {
             Slot::Stored { len, .. } => len,
             _ => size_of::<u64>(),
         };
-        let Some((spare, needed)) = slot_granules(new) else {
-            return;
-        };
         // SAFETY: the word was loaded under the guard.
         let content = unsafe { zram.arena.content(spare, len, &guard) };
-        // SAFETY: as above; it fits, as was asked before.
+        // SAFETY: as for the place above; the object fits, as was asked.
         unsafe { zram.arena.reuse(self.id, place, granules, content) };
-        let exchanged = zram.table.compare_exchange(index, word, slot::moved(word, place));
+        let moved = loop {
+            match zram.table.compare_exchange(index, word, slot::moved(word, place)) {
+                Ok(()) => break true,
+                // Read or marked meanwhile.
+                Err(found) if slot::is_same_object(found, word) => word = found,
+                Err(_) => break false,
+            }
+        };
         drop(guard);
-        match exchanged {
-            Ok(()) => self.retire(word),
+        if moved {
+            self.retire(word);
+        } else {
             // SAFETY: the copy was never in the table.
-            Err(_) => unsafe { zram.arena.free(self.id, place, needed) },
+            unsafe { zram.arena.free(self.id, place, needed) };
         }
         self.end_batch();
     }

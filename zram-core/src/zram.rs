@@ -230,6 +230,9 @@ impl Zram {
         check_mem_limit(bytes)?;
         self.mem_limit.store(bytes.unwrap_or(0), Ordering::Relaxed);
         self.arena.set_limit(bytes);
+        if let Ok(mut cleaner) = self.cleaner.try_lock() {
+            cleaner.forget_futility();
+        }
         self.sleeper.wake();
         Ok(())
     }

@@ -9,8 +9,8 @@ use std::io::Write;
 use std::sync::{Arc, Barrier};
 
 use zram_core::{
-    Codecs, MEM_LIMIT_MIN, Options, PAGE_SIZE, Page, SECTOR_SIZE, SECTORS_PER_PAGE, SlotIndex, Upkeep, Worker,
-    WriteError, Zram,
+    AdoptOptions, Codecs, DecompressionContexts, IdleMark, MEM_LIMIT_MIN, Options, PAGE_SIZE, Page, SECTOR_SIZE,
+    SECTORS_PER_PAGE, SlotIndex, Upkeep, Worker, WriteError, Zram,
 };
 
 /// xorshift64*: small, and the same everywhere.
@@ -409,51 +409,75 @@ fn as_much_in_the_place_of_as_much_is_never_refused() {
     for (workers, limit) in [(1, MEM_LIMIT_MIN), (1, 1 << 20), (8, 1 << 20), (8, 4 << 20)] {
         let slots_each = 4 * limit / PAGE_SIZE as u64 / workers;
         let zram = create(slots_each * workers, Some(limit), "lz4");
-        std::thread::scope(|scope| {
-            for me in 0..workers {
-                let zram = &zram;
-                scope.spawn(move || {
-                    let mut worker = zram.worker().unwrap();
-                    let mut random = Random::new(me + 500);
-                    let (mut page, mut back) = (Page::zeroed(), Page::zeroed());
-                    let mut lengths = vec![];
-                    // The noise of a slot is turned by another byte each time: other content of the same length for lz4.
-                    let fill = |page: &mut Page, slot: u64, length: usize, turn: u8| {
-                        page.fill(0);
-                        Random::new(slot).fill(&mut page[..length]);
-                        page[..length].iter_mut().for_each(|byte| *byte ^= turn);
-                        page[length..].fill(turn);
-                    };
-                    for slot in me * slots_each..(me + 1) * slots_each {
-                        let length = (1 + random.below(2 * PAGE_SIZE as u64)).min(PAGE_SIZE as u64) as usize;
-                        fill(&mut page, slot, length, 0);
-                        if worker.write_page(SlotIndex(slot as u32), &page).is_ok() {
-                            lengths.push((slot, length));
+        // The noise of a slot is turned by another byte each time: other content of the same length for lz4.
+        let fill = |page: &mut Page, slot: u64, length: usize, turn: u8| {
+            page.fill(0);
+            Random::new(slot).fill(&mut page[..length]);
+            page[..length].iter_mut().for_each(|byte| *byte ^= turn);
+            page[length..].fill(turn);
+        };
+        let stored: Vec<(u64, usize)> = std::thread::scope(|scope| {
+            let workers: Vec<_> = (0..workers)
+                .map(|me| {
+                    let zram = &zram;
+                    scope.spawn(move || {
+                        let mut worker = zram.worker().unwrap();
+                        let mut random = Random::new(me + 500);
+                        let (mut page, mut back) = (Page::zeroed(), Page::zeroed());
+                        let mut lengths = vec![];
+                        for slot in me * slots_each..(me + 1) * slots_each {
+                            let length = (1 + random.below(2 * PAGE_SIZE as u64)).min(PAGE_SIZE as u64) as usize;
+                            fill(&mut page, slot, length, 0);
+                            if worker.write_page(SlotIndex(slot as u32), &page).is_ok() {
+                                lengths.push((slot, length));
+                            }
                         }
-                    }
-                    for n in 0..20 * lengths.len() {
-                        let (slot, length) = lengths[random.below(lengths.len() as u64) as usize];
-                        fill(&mut page, slot, length, n as u8);
-                        let written = match n % 3 {
-                            0 => worker.write_sectors(SlotIndex(slot as u32), 0, &page[..]),
-                            _ => worker.write_page(SlotIndex(slot as u32), &page),
-                        };
-                        assert_eq!(
-                            written,
-                            Ok(()),
-                            "overwrite {n} of {length} bytes, worker {me} of {workers}, limit {limit}"
-                        );
-                        worker.read_page(SlotIndex(slot as u32), &mut back).unwrap();
-                        assert!(back[..] == page[..]);
-                        if n % 8 == 0 {
-                            worker.end_batch();
+                        for n in 0..20 * lengths.len() {
+                            let (slot, length) = lengths[random.below(lengths.len() as u64) as usize];
+                            fill(&mut page, slot, length, n as u8);
+                            let written = match n % 3 {
+                                0 => worker.write_sectors(SlotIndex(slot as u32), 0, &page[..]),
+                                _ => worker.write_page(SlotIndex(slot as u32), &page),
+                            };
+                            assert_eq!(
+                                written,
+                                Ok(()),
+                                "overwrite {n} of {length} bytes, worker {me} of {workers}, limit {limit}"
+                            );
+                            worker.read_page(SlotIndex(slot as u32), &mut back).unwrap();
+                            assert!(back[..] == page[..]);
+                            if n % 8 == 0 {
+                                worker.end_batch();
+                            }
+                            if n % 32 == 0 {
+                                zram.mark_idle(IdleMark::All); // words change under those who move objects
+                            }
                         }
-                    }
-                });
-            }
+                        lengths
+                    })
+                })
+                .collect();
+            workers.into_iter().flat_map(|worker| worker.join().unwrap()).collect()
         });
         assert!(zram.stats().refused_writes > 0, "nobody saw the limit");
         assert!(zram.stats().mem_used_max <= limit);
+        while zram.upkeep() == Upkeep::Soon {}
+        zram.check_consistency();
+        // The same in the process after this one.
+        let memory = zram.memory().unwrap();
+        drop(zram);
+        let options = AdoptOptions {
+            mem_limit_bytes: Some(limit),
+            contexts: DecompressionContexts::new(DecompressionContexts::count_for(1)),
+        };
+        let zram = Zram::adopt(memory, &options).unwrap();
+        let (mut worker, mut page) = (zram.worker().unwrap(), Page::zeroed());
+        for (n, &(slot, length)) in stored.iter().cycle().take(4 * stored.len()).enumerate() {
+            fill(&mut page, slot, length, n as u8);
+            let written = worker.write_page(SlotIndex(slot as u32), &page);
+            assert_eq!(written, Ok(()), "overwrite {n} after adoption, limit {limit}");
+        }
+        worker.end_batch();
         while zram.upkeep() == Upkeep::Soon {}
         zram.check_consistency();
     }

@@ -414,19 +414,11 @@ impl Arena {
         // reserve and no more, or many such steps would leave nothing for what only changes.
         let live_max = match room.purpose {
             Purpose::Grow => bound * SEGMENT_GRANULES as u64 / 8 * 7,
-            Purpose::Resize => self.segments.resize_bound() * SEGMENT_GRANULES as u64,
+            Purpose::Resize => self.segments.resize_bound_halves() * SEGMENT_GRANULES as u64 / 2,
             Purpose::Replace | Purpose::Move | Purpose::Spare => u64::MAX,
         };
         if live_max != u64::MAX && in_use > bound && (room.live_granules)() > live_max {
             return Err(Full::FOR_GOOD);
-        }
-        if room.purpose == Purpose::Spare {
-            // When it is full or in use it will not be for long.
-            let spare = self.allocate_spare(room, granules);
-            return spare.ok_or(Full {
-                busy: true,
-                ..Full::FOR_GOOD
-            });
         }
         let own = self.try_heap(room.heap).and_then(|mut heap| {
             reach(Step::HeapLocked);
@@ -443,10 +435,18 @@ impl Arena {
         {
             return Ok(handle);
         }
-        if let Some(handle) = self.allocate_fresh(room, granules) {
+        if room.purpose != Purpose::Spare
+            && let Some(handle) = self.allocate_fresh(room, granules)
+        {
             return Ok(handle);
         }
-        self.allocate_elsewhere(room.heap, granules, &mut busy).ok_or_else(|| {
+        if let Some(handle) = self.allocate_elsewhere(room.heap, granules, &mut busy) {
+            return Ok(handle);
+        }
+        // When the spare segment is full or in use it will not be for long; nor are segments on their way back.
+        busy |= room.purpose == Purpose::Spare || self.segments.is_giving_back();
+        let spare = (room.purpose == Purpose::Spare).then(|| self.allocate_spare(room, granules));
+        spare.flatten().ok_or_else(|| {
             let free = self.granules_in_use().saturating_sub((room.live_granules)());
             Full {
                 busy,
@@ -475,7 +475,14 @@ impl Arena {
     /// A place in a segment that was empty, for the first heap to be had.
     fn allocate_fresh(&self, room: &Room<'_>, granules: usize) -> Option<Handle> {
         // The host's memory first, in which the kernel may take its time, and then the heap.
-        let populate = |number: u32| self.bytes.populate(number as usize * SEGMENT_SIZE, SEGMENT_SIZE);
+        let populate = |number: u32| {
+            let offset = number as usize * SEGMENT_SIZE;
+            self.bytes.populate(offset, SEGMENT_SIZE).inspect_err(|_| {
+                // What was populated of it is in no account.
+                // SAFETY: the segment was just taken from the clean ones, so it holds no object.
+                let _ = unsafe { self.bytes.punch_hole(offset, SEGMENT_SIZE) };
+            })
+        };
         let segment = self.segments.take(room.purpose, populate)?;
         let numbers = match room.purpose {
             Purpose::Spare => (self.spare_heap()..self.spare_heap() + 1).chain(0..0),

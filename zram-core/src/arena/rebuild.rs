@@ -113,6 +113,17 @@ impl Arena {
     /// Makes heaps of an adopted arena's objects, spread over `heaps` of them, and gives back what holds none.
     pub(crate) fn rebuild(&self, mut layout: Layout, heaps: usize) -> io::Result<Result<(), LayoutError>> {
         let mut in_use = vec![false; layout.cursors.len()];
+        // A process that died at its limit had its spare segment in use; what lies in it has to be moved before another
+        // write can go there. It was the sparsest one: at most a page or two are there at a time.
+        let live = |objects: &[u32]| objects.iter().map(|object| object & ((1 << LEN_BITS) - 1)).sum::<u32>();
+        let lives = layout.segments().map(|(number, objects)| (live(objects), number));
+        let used: Vec<_> = lives.filter(|&(live, _)| live != 0).collect();
+        let is_spare_used = used.len() as u64 > self.segments.replace_bound();
+        let spare = used
+            .into_iter()
+            .min()
+            .filter(|_| is_spare_used)
+            .map(|(_, number)| number);
         for (number, objects) in layout.segments() {
             if objects.is_empty() {
                 continue;
@@ -122,7 +133,11 @@ impl Arena {
                 Err(error) => return Ok(Err(error)),
             };
             in_use[number as usize] = true;
-            let owner = number as usize % heaps;
+            let owner = if Some(number) == spare {
+                self.spare_heap()
+            } else {
+                number as usize % heaps
+            };
             let mut heap = self.try_heap(owner).expect("nobody else has the arena yet");
             self.own_segment(owner, &mut heap, number, |heap| heap.add_segment_with(number, holes));
         }

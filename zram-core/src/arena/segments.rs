@@ -53,6 +53,8 @@ pub(super) struct Segments {
     in_use: AtomicU64,
     held: AtomicU64,
     held_max: AtomicU64,
+    /// Empty segments on their way back to the host: in `held`, and on no stack.
+    leaving: AtomicU64,
     dirty: Stack,
     clean: Stack,
     /// Segments from this number on were never used.
@@ -81,6 +83,7 @@ impl Segments {
             in_use: AtomicU64::new(0),
             held: AtomicU64::new(0),
             held_max: AtomicU64::new(0),
+            leaving: AtomicU64::new(0),
             dirty: Stack::new(),
             clean: Stack::new(),
             fresh: AtomicU32::new(0),
@@ -135,6 +138,7 @@ impl Segments {
     /// Gives the memory of some empty segments back with `punch`, when there are too many; how many went.
     pub(super) fn give_back(&self, mut punch: impl FnMut(Range<u32>) -> io::Result<()>) -> u64 {
         let wanted = self.surplus().min(GIVE_BACK_BATCH as u64) as usize;
+        self.leaving.fetch_add(wanted as u64, Ordering::Relaxed);
         let mut numbers: Vec<u32> = std::iter::from_fn(|| self.dirty.pop(&self.links))
             .take(wanted)
             .collect();
@@ -151,7 +155,13 @@ impl Segments {
                 given += run.len() as u64;
             }
         }
+        self.leaving.fetch_sub(wanted as u64, Ordering::Relaxed);
         given
+    }
+
+    /// Whether empty segments are on their way back: for a moment they can be neither used nor taken anew.
+    pub(super) fn is_giving_back(&self) -> bool {
+        self.leaving.load(Ordering::Relaxed) != 0
     }
 
     /// Segments that may hold memory: all when there is no limit.
@@ -173,16 +183,17 @@ impl Segments {
         }
     }
 
-    fn replace_bound(&self) -> u64 {
+    /// Segments that may be in use, the spare one not counted.
+    pub(super) fn replace_bound(&self) -> u64 {
         match self.limit.load(Ordering::Relaxed) {
             UNLIMITED => u64::from(self.count),
             _ => self.limit().saturating_sub(SPARE),
         }
     }
 
-    /// Segments' worth of objects up to which objects may get a little larger: half of the reserve stays for the others.
-    pub(super) fn resize_bound(&self) -> u64 {
-        self.replace_bound().midpoint(self.grow_bound())
+    /// Half segments of objects up to which objects may get a little larger: half of the reserve stays for the others.
+    pub(super) fn resize_bound_halves(&self) -> u64 {
+        self.replace_bound() + self.grow_bound()
     }
 
     pub(super) fn in_use(&self) -> u64 {
@@ -194,7 +205,7 @@ impl Segments {
     }
 
     pub(super) fn held_max(&self) -> u64 {
-        self.held_max.load(Ordering::Relaxed)
+        self.held_max.load(Ordering::Relaxed).max(self.held())
     }
 
     /// As zram: the maximum begins anew at what is held now.
@@ -300,6 +311,19 @@ mod tests {
         assert_eq!(segments.give_back(|_| Err(io::ErrorKind::Unsupported.into())), 0);
         assert_eq!(segments.held(), 1);
         assert_eq!(take(&segments, Purpose::Grow), Some(number));
+    }
+
+    #[test]
+    fn segments_on_their_way_back_are_known_of() {
+        let segments = Segments::new(100, None).unwrap();
+        let number = take(&segments, Purpose::Grow).unwrap();
+        segments.release(number);
+        assert!(!segments.is_giving_back());
+        segments.give_back(|_| {
+            assert!(segments.is_giving_back());
+            Ok(())
+        });
+        assert!(!segments.is_giving_back());
     }
 
     #[test]
