@@ -627,7 +627,7 @@ pub(crate) mod tests {
             let shared = Arc::new(Shared {
                 disk: disk(64 << 30, change),
                 counters: vec![QueueCounters::default()],
-                log_limit: LogLimit::new(),
+                log_limit: LogLimit::new("test"),
                 failures: Burst::default(),
                 channel: Default::default(),
             });
