@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use vhost::VhostBackend;
 use vhost::vhost_user::VhostUserFrontend;
+use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::raw::*;
@@ -164,6 +165,37 @@ fn memory_beyond_the_end_of_its_file_ends_the_connection_only() {
         "memory beyond the end of its file was accepted"
     );
     assert_connection_ends(&mut disk, guest, "memory beyond the end of its file");
+}
+
+/// The host kernel's answer to a touch of what is gone is a signal that ends a process: here it ends a queue.
+#[test]
+fn memory_that_its_frontend_cuts_costs_its_own_queues_only() {
+    let mut disk = Backend::daemon(DISK, &["--log-level", "warn"]);
+    let mut guest = Guest::reconnect(&disk);
+    let mut queue = guest.queue(0, SIZE);
+    queue.write(0, &[0x42; PAGE]);
+    let since = queue.offered;
+    queue.submit(&Request::write(0, &[0x43; PAGE]));
+    let region = guest.memory.find_region(GuestAddress(0)).unwrap();
+    region.file_offset().unwrap().file().set_len(0).unwrap();
+    // From here on the test must not touch guest memory either.
+    assert_eq!(since, 1);
+    queue.kick.write(1).unwrap();
+    wait_for("the error descriptor is signalled", PATIENCE, || queue.err.read().ok());
+    disk.assert_alive();
+    drop(guest);
+    let mut guest = Guest::reconnect(&disk);
+    assert_eq!(guest.queue(0, SIZE).read(0, PAGE), [0x42; PAGE]);
+    drop(guest);
+    disk.assert_alive();
+}
+
+#[test]
+fn memory_that_its_frontend_could_cut_is_refused_on_demand() {
+    let disk = Backend::daemon(DISK, &["--require-sealed-memory"]);
+    assert!(Guest::try_new(disk.connect(), LINUX_FEATURES).is_err());
+    let guest = Guest::without_memory(disk.connect(), LINUX_FEATURES).unwrap();
+    drop(guest);
 }
 
 #[test]

@@ -1,9 +1,13 @@
 //! Negotiation, rings coming and going, connections coming and going.
 
 use std::collections::VecDeque;
-use std::time::Duration;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
+use std::time::{Duration, Instant};
 
-use vhost::vhost_user::message::{VhostUserConfigFlags, VhostUserHeaderFlag, VhostUserProtocolFeatures};
+use vhost::vhost_user::message::{
+    VhostUserConfigFlags, VhostUserHeaderFlag, VhostUserInflight, VhostUserProtocolFeatures,
+};
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo};
 use virtio_bindings::virtio_blk::*;
@@ -650,4 +654,76 @@ fn a_frontend_may_ask_for_features_before_it_owns_the_session() {
     assert_eq!(frontend.get_queue_num().unwrap(), 64);
     frontend.set_owner().unwrap();
     assert_eq!(frontend.get_features().unwrap(), OFFERED);
+}
+
+#[test]
+fn requests_are_tracked_in_a_region_that_outlives_the_connection() {
+    let disk = Backend::daemon(DISK, &[]);
+    let mut guest = Guest::new(disk.connect());
+    let asked = VhostUserInflight {
+        mmap_size: 0,
+        mmap_offset: 0,
+        num_queues: 2,
+        queue_size: 128,
+    };
+    let (region, file) = guest.frontend.get_inflight_fd(&asked).unwrap();
+    guest.frontend.set_inflight_fd(&region, file.as_raw_fd()).unwrap();
+    let mut queue = guest.queue(1, 128);
+    for i in 0..200 {
+        queue.write(i * 8, &page(i, 0));
+    }
+    let mut part = vec![0; 16];
+    file.read_exact_at(&mut part, region.mmap_size / 2).unwrap();
+    assert_eq!(part[8..12], [1, 0, 128, 0], "version and size of the second part");
+    assert_eq!(part[14..], 200u16.to_le_bytes(), "its used index");
+    guest.stream.shutdown(std::net::Shutdown::Both).unwrap();
+    wait_for("the backend takes the new connection", PATIENCE, || {
+        guest.move_to(disk.connect()).ok()
+    });
+    guest.frontend.set_inflight_fd(&region, file.as_raw_fd()).unwrap();
+    // As a frontend does that counts what it has offered, not what was answered.
+    let ticket = queue.submit(&Request::read(0, PAGE));
+    guest.start(&queue, 201);
+    let used = queue.wait_used(PATIENCE).expect("an answer");
+    assert_eq!(queue.finish(ticket, used).status, OK);
+}
+
+#[test]
+fn the_limit_of_requests_a_second_is_kept_and_discards_pass_it() {
+    let disk = Backend::daemon(DISK, &["--iops-limit", "200", "--limit-burst-ms", "0"]);
+    let mut guest = Guest::new(disk.connect());
+    let mut queue = guest.queue(0, 128);
+    let started = Instant::now();
+    for i in 0..21 {
+        queue.read(i * 8, PAGE);
+    }
+    assert!(
+        started.elapsed() >= Duration::from_millis(95),
+        "{:?}",
+        started.elapsed()
+    );
+    let started = Instant::now();
+    for i in 0..200 {
+        let reply = queue.run(&Request::discard(&[range(i * 8, 8)]));
+        assert_eq!(reply.status, OK);
+    }
+    assert!(
+        started.elapsed() < Duration::from_millis(900),
+        "{:?}",
+        started.elapsed()
+    );
+}
+
+#[test]
+fn a_frontend_may_give_the_backend_a_channel_of_its_own() {
+    let disk = Backend::daemon(DISK, &[]);
+    let mut guest = Guest::new(disk.connect());
+    let before = disk.fd_count();
+    let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+    guest.frontend.set_backend_request_fd(&ours).unwrap();
+    drop(ours);
+    guest.queue(0, 64).write(0, &page(0, 0));
+    assert!(disk.fd_count() > before);
+    drop(guest);
+    assert!(is_closed_by_backend(&theirs), "it is closed with the connection");
 }

@@ -134,24 +134,50 @@ pub struct DeviceStatus {
 }
 
 /// Lets a few lines through in each period: a guest or frontend must not fill the host's disk.
-pub(crate) struct LogLimit(Mutex<(Instant, u32)>);
+pub(crate) struct LogLimit {
+    disk: String,
+    period: Mutex<Period>,
+}
+
+struct Period {
+    since: Instant,
+    /// Lines asked for since then.
+    lines: u32,
+}
 
 impl LogLimit {
     const LINES_MAX: u32 = 20;
     const PERIOD: Duration = Duration::from_secs(60);
 
-    pub fn new() -> LogLimit {
-        LogLimit(Mutex::new((Instant::now(), 0)))
+    pub fn new(disk: &str) -> LogLimit {
+        LogLimit {
+            disk: disk.to_string(),
+            period: Mutex::new(Period {
+                since: Instant::now(),
+                lines: 0,
+            }),
+        }
     }
 
-    /// Whether one more line may be logged now. Cold paths only: it takes a lock.
+    /// Whether one more line may be logged now. The first line of a period tells how many the last one left out. Cold paths
+    /// only: it takes a lock.
     pub fn allows(&self) -> bool {
-        let mut period = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if period.0.elapsed() >= Self::PERIOD {
-            *period = (Instant::now(), 0);
+        let mut period = self.period.lock().unwrap_or_else(PoisonError::into_inner);
+        if period.since.elapsed() >= Self::PERIOD {
+            let left_out = period.lines.saturating_sub(Self::LINES_MAX);
+            *period = Period {
+                since: Instant::now(),
+                lines: 0,
+            };
+            if left_out > 0 {
+                tracing::warn!(
+                    disk = self.disk,
+                    "{left_out} lines about frontends and queues were left out"
+                );
+            }
         }
-        period.1 = period.1.saturating_add(1);
-        period.1 <= Self::LINES_MAX
+        period.lines = period.lines.saturating_add(1);
+        period.lines <= Self::LINES_MAX
     }
 }
 
@@ -175,7 +201,37 @@ impl Burst {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
+
+    /// Keeps the last line.
+    #[derive(Clone, Default)]
+    struct LeftOut(Arc<Mutex<String>>);
+
+    impl tracing::field::Visit for LeftOut {
+        fn record_debug(&mut self, field: &tracing::field::Field, value: &dyn std::fmt::Debug) {
+            if field.name() == "message" {
+                *self.0.lock().unwrap() = format!("{value:?}");
+            }
+        }
+    }
+
+    impl tracing::Subscriber for LeftOut {
+        fn enabled(&self, _: &tracing::Metadata<'_>) -> bool {
+            true
+        }
+        fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+            tracing::span::Id::from_u64(1)
+        }
+        fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+        fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+        fn event(&self, event: &tracing::Event<'_>) {
+            event.record(&mut self.clone());
+        }
+        fn enter(&self, _: &tracing::span::Id) {}
+        fn exit(&self, _: &tracing::span::Id) {}
+    }
 
     #[test]
     fn failures_that_follow_each_other_are_one_burst() {
@@ -189,9 +245,16 @@ mod tests {
 
     #[test]
     fn a_flood_of_lines_is_cut() {
-        let limit = LogLimit::new();
+        let limit = LogLimit::new("disk");
         let allowed = (0..1000).filter(|_| limit.allows()).count();
         assert_eq!(allowed, LogLimit::LINES_MAX as usize);
+        limit.period.lock().unwrap().since = Instant::now().checked_sub(LogLimit::PERIOD).unwrap();
+        let told = LeftOut::default();
+        tracing::subscriber::with_default(told.clone(), || assert!(limit.allows()));
+        assert_eq!(
+            *told.0.lock().unwrap(),
+            "980 lines about frontends and queues were left out"
+        );
     }
 
     #[test]

@@ -95,9 +95,9 @@ impl Device {
         let disk = Disk::new(zram, config)?;
         let counters = (0..disk.config.num_queues).map(|_| QueueCounters::default()).collect();
         let shared = Arc::new(Shared {
+            log_limit: LogLimit::new(disk.name()),
             disk,
             counters,
-            log_limit: LogLimit::new(),
             failures: Burst::default(),
             channel: Default::default(),
         });

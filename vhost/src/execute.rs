@@ -86,8 +86,12 @@ impl Execution<'_> {
 
     fn read(&mut self, range: SectorRange) -> Result<u32, Early> {
         let mut cursor = Cursor::new(self.guest, &self.chain.writable, 0)?;
-        for piece in pieces(range) {
+        let mut pieces = pieces(range).peekable();
+        while let Some(piece) = pieces.next() {
             self.check_stop()?;
+            if let Some(next) = pieces.peek() {
+                self.store.core.prefetch(next.slot);
+            }
             self.store
                 .core
                 .read_page(piece.slot, &mut self.store.page)

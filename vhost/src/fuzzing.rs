@@ -79,7 +79,7 @@ fn shared(options: u8) -> Shared {
     Shared {
         disk: Disk::new(zram.expect("a small disk"), config).expect("a right config"),
         counters: vec![QueueCounters::default()],
-        log_limit: LogLimit::new(),
+        log_limit: LogLimit::new("test"),
         failures: Burst::default(),
         channel: Default::default(),
     }

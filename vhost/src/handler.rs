@@ -420,7 +420,7 @@ mod tests {
         Session::new(Arc::new(Shared {
             disk: disk(1 << 20, |config| config.num_queues = 2),
             counters: vec![QueueCounters::default(), QueueCounters::default()],
-            log_limit: LogLimit::new(),
+            log_limit: LogLimit::new("test"),
             failures: Burst::default(),
             channel: Default::default(),
         }))
