@@ -1,21 +1,23 @@
 //! What a request on the control socket is answered: one line in, one line out. A request that changes something is
-//! checked whole before anything changes. Nothing here waits for I/O; `compact` and `recompress` work on their
-//! client's thread, for as long as it takes.
+//! checked whole before anything changes. Nothing here waits for I/O; `compact`, `recompress` and
+//! `train-dict` work on their client's thread, for as long as it takes.
 
+use std::sync::TryLockError;
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use serde_json::Value;
 use zram_core::{
-    Algorithm, ArenaReport, Compacted, DISK_BYTES_MAX, HeapReport, HoleClass, IdleMark, MEM_LIMIT_MIN, RecompressError,
-    RecompressOptions, RecompressType,
+    Algorithm, ArenaReport, Compacted, DICTIONARY_BYTES_MAX, DICTIONARY_BYTES_MIN, DISK_BYTES_MAX, HeapReport,
+    HoleClass, IdleMark, MEM_LIMIT_MIN, RecompressError, RecompressOptions, RecompressType,
 };
 
 use crate::disk::Disk;
 use crate::protocol::{
-    Arena, CompactReport, ErrorBody, Heap, Holes, IdleReport, IoStat, MmStat, PROTOCOL_VERSION, RecompressReport,
-    Refusal, Request, Settings, Version,
+    Arena, CompactReport, DictionaryReport, ErrorBody, Heap, Holes, IdleReport, IoStat, MmStat, PROTOCOL_VERSION,
+    RecompressReport, Refusal, Request, Settings, Version,
 };
+use crate::training;
 
 /// The answer to one line.
 pub fn answer(line: &[u8], disk: &Disk) -> Vec<u8> {
@@ -43,10 +45,11 @@ fn parse(line: &[u8], disk: &Disk) -> Result<Request, ErrorBody> {
         ));
     }
     let takes_values = ["set", "idle", "recompress"].contains(&request.command.as_str());
-    if request.values.is_some() != takes_values {
+    // All that train-dict takes has a default.
+    if request.values.is_some() != takes_values && request.command != "train-dict" {
         return Err(error(
             "bad-request",
-            "\"values\" go with the commands set, idle and recompress, and only with them",
+            "\"values\" go with the commands set, idle, recompress and train-dict, and only with them",
         ));
     }
     Ok(request)
@@ -80,8 +83,9 @@ fn respond(request: &Request, disk: &Disk) -> Result<Vec<u8>, ErrorBody> {
         }
         "idle" => reply(&idle(disk, request.values.iter().flatten())?),
         "recompress" => reply(&recompress(disk, request.values.iter().flatten())?),
+        "train-dict" => reply(&train_dictionary(disk, request.values.iter().flatten())?),
         other => {
-            let known = "version, stats, mm-stat, io-stat, arena, compact, set, idle, recompress";
+            let known = "version, stats, mm-stat, io-stat, arena, compact, set, idle, recompress, train-dict";
             return Err(error("unknown-command", &format!("{other:?} is none of {known}")));
         }
     })
@@ -176,6 +180,39 @@ fn recompress(disk: &Disk, values: Values<'_>) -> Result<RecompressReport, Error
         limit_reached: done.is_limit_reached,
         milliseconds: since.elapsed().as_millis() as u64,
     })
+}
+
+/// When nobody says how large.
+const DICTIONARY_BYTES: usize = 16 << 10;
+
+/// Makes a dictionary from a sample of the disk's pages.
+fn train_dictionary(disk: &Disk, values: Values<'_>) -> Result<DictionaryReport, ErrorBody> {
+    let mut size = DICTIONARY_BYTES;
+    for (key, value) in values {
+        let known = || {
+            error(
+                "unknown-key",
+                &format!("{key:?} is no value of train-dict; it takes size"),
+            )
+        };
+        let given = value.as_u64().and_then(|bytes| usize::try_from(bytes).ok());
+        let fits = given.filter(|bytes| (DICTIONARY_BYTES_MIN..=DICTIONARY_BYTES_MAX).contains(bytes));
+        size = match key.as_str() {
+            "size" => fits.ok_or_else(|| wrong_value(key, value, "allowed is 256 to 65536 bytes"))?,
+            _ => return Err(known()),
+        };
+    }
+    let _one_at_a_time = match disk.training.try_lock() {
+        Ok(guard) => guard,
+        Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+        Err(TryLockError::WouldBlock) => return Err(error("busy", "a dictionary is being made already")),
+    };
+    let zram = disk.zram();
+    let pages = zram
+        .sample_pages(training::sample_pages(size))
+        .map_err(|cause| error("busy", &cause.to_string()))?;
+    training::dictionary(disk.name(), &pages, zram.algorithm(), size)
+        .map_err(|cause| error("no-dictionary", &cause.to_string()))
 }
 
 /// By the whole text, or by the codec's name alone.

@@ -19,6 +19,8 @@ pub struct Disk {
     /// Gives memory back as long as the disk is there.
     _upkeep: UpkeepThread,
     sandbox: SandboxStatus,
+    /// Held while a dictionary is made, which takes memory: one at a time.
+    pub(crate) training: Mutex<()>,
     // Held for as long as a status takes to read, by control threads and at the end; no thread of the device takes it.
     device: Mutex<Option<Device>>,
 }
@@ -34,6 +36,7 @@ impl Disk {
             _upkeep: zram.spawn_upkeep_after("zram-upkeep", move || entered.enter(Kind::Upkeep))?,
             zram,
             sandbox: sandbox.status().clone(),
+            training: Mutex::new(()),
             device: Mutex::new(None),
         })
     }

@@ -13,6 +13,7 @@
 //! - [`disk`]: the store and its device, as the threads of the daemon share them
 //! - [`control`]: the control socket; [`command`]: what a request there is answered; [`protocol`] has the messages, which
 //!   `vzramctl` shares
+//! - [`training`]: dictionaries from pages; [`dictionary_file`]: their files, which only `vzramctl` touches
 //! - [`picture`]: the arena as `vzramctl` shows it
 //! - [`size`]: bytes as people write and read them
 #![forbid(unsafe_code)]
@@ -22,6 +23,7 @@ pub mod command;
 pub mod config;
 pub mod control;
 pub mod daemon;
+pub mod dictionary_file;
 pub mod disk;
 pub mod host;
 pub mod logging;
@@ -30,3 +32,4 @@ pub mod protocol;
 pub mod sandbox;
 pub mod size;
 pub mod socket;
+pub mod training;

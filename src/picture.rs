@@ -1,9 +1,9 @@
 //! The arena of a disk as a picture of text, at most 80 columns wide: how full segments are, which holes there are, and
-//! whose they are.
+//! whose they are. And what its contexts take.
 
 use std::fmt::Write;
 
-use crate::protocol::Arena;
+use crate::protocol::{Arena, ContextBytes, DiskStats};
 use crate::size::human;
 
 /// The longest bar. What stands before it takes 28 columns at most.
@@ -44,6 +44,49 @@ pub fn arena(arena: &Arena) -> String {
     live_shares(&mut text, arena);
     hole_sizes(&mut text, arena);
     heaps(&mut text, arena);
+    text
+}
+
+/// What contexts take, and where reads found theirs.
+pub fn contexts(disk: &DiskStats, bytes: bool) -> String {
+    let size = |value: u64| if bytes { value.to_string() } else { human(value) };
+    let ContextBytes {
+        worker,
+        shared,
+        decompression,
+    } = disk.context_bytes;
+    let queues = disk.queues_running * worker;
+    let algorithms = disk.recompress_algorithms.len();
+    let lines = [
+        (
+            "compression",
+            queues,
+            format!("{} queues run, {} each", disk.queues_running, size(worker)),
+        ),
+        (
+            "shared",
+            shared,
+            format!("{algorithms} algorithms for recompression, and all dictionaries"),
+        ),
+        ("decompression", decompression, "shared by all queues".into()),
+        (
+            "all",
+            queues + shared + decompression,
+            "beside what TOTAL counts".into(),
+        ),
+    ];
+    let lines = lines.map(|(what, value, told)| (what, size(value), told));
+    let width = lines.iter().map(|(_, value, _)| value.len()).max().unwrap_or(0);
+    let mut text = format!("{}\n", disk.name);
+    for (what, value, told) in lines {
+        let _ = writeln!(text, "  {what:<13} {value:>width$}  {told}");
+    }
+    let _ = writeln!(
+        text,
+        "  page reads that took their own decompression context: {}\n  another, for theirs was in use: {}\n  \
+         none at first, and waited, which should stay 0: {}",
+        disk.contexts_own, disk.contexts_borrowed, disk.contexts_waited
+    );
     text
 }
 

@@ -14,12 +14,12 @@ pub const REQUEST_BYTES_MAX: usize = 4096;
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Request {
-    /// `version`, `stats`, `mm-stat`, `io-stat`, `arena`, `compact`, `set`, `idle` or `recompress`.
+    /// `version`, `stats`, `mm-stat`, `io-stat`, `arena`, `compact`, `set`, `idle`, `recompress` or `train-dict`.
     pub command: String,
     /// The name of the disk that is meant. Without it, the daemon's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub disk: Option<String>,
-    /// For `set`, `idle` and `recompress` only: values by their keys.
+    /// For `set`, `idle`, `recompress` and `train-dict` only: values by their keys.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub values: Option<Map<String, Value>>,
 }
@@ -73,6 +73,34 @@ pub struct CompactReport {
     pub mem_used_before: u64,
     /// `mem_used_total` after. Guests go on writing meanwhile.
     pub mem_used_total: u64,
+}
+
+/// The answer to `train-dict`. Sizes are in bytes.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct DictionaryReport {
+    /// The disk's name, or the file of pages.
+    pub name: String,
+    /// The disk's.
+    pub algorithm: String,
+    /// Pages that it was made from.
+    pub pages_trained: u64,
+    /// Pages that it was tried on, none of them among the others.
+    pub pages_held_out: u64,
+    /// For `algorithm`, unless that takes no dictionaries, and zstd.
+    pub gains: Vec<DictionaryGain>,
+    /// The dictionary in hexadecimal digits.
+    pub dictionary: String,
+}
+
+/// What a dictionary does to the pages held out.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct DictionaryGain {
+    /// With these parameters.
+    pub algorithm: String,
+    /// What they take without one, none more than a page.
+    pub bytes_without: u64,
+    /// And with it.
+    pub bytes_with: u64,
 }
 
 /// The answer to `arena`: how the memory that holds the objects is used. Sizes are in bytes.

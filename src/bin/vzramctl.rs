@@ -15,11 +15,15 @@ use comfy_table::{CellAlignment, Table, presets};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use vhost_user_zram::config::one_line;
+use vhost_user_zram::dictionary_file;
 use vhost_user_zram::picture;
 use vhost_user_zram::protocol::{
-    Arena, CompactReport, DiskStats, IdleReport, IoStat, MmStat, RecompressReport, Refusal, Request, Settings,
+    Arena, CompactReport, DictionaryReport, DiskStats, IdleReport, IoStat, MmStat, RecompressReport, Refusal, Request,
+    Settings,
 };
 use vhost_user_zram::size::{self, human};
+use vhost_user_zram::training::from_hex;
+use zram_core::{Algorithm, DICTIONARY_BYTES_MAX, DICTIONARY_BYTES_MIN};
 
 /// A daemon answers in microseconds; one that takes this long is stuck or stopped.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -43,11 +47,17 @@ struct Arguments {
     json: bool,
 
     /// Print sizes in bytes: the same numbers as --json
-    #[arg(short, long)]
+    #[arg(short, long, global = true)]
     bytes: bool,
 
     #[command(subcommand)]
     command: Option<Command>,
+}
+
+impl Arguments {
+    fn needs_no_daemon(&self) -> bool {
+        matches!(self.command, Some(Command::TrainDict { from: Some(_), .. }))
+    }
 }
 
 #[derive(Subcommand, Clone)]
@@ -116,6 +126,43 @@ enum Command {
         #[arg(value_name = "DISK")]
         disk: String,
     },
+    /// Make a dictionary from a disk's pages, or from a file of pages, for dict= of an algorithm
+    ///
+    /// Some thousand pages, spread over all, make it; a quarter of them is held out, and what the dictionary gains there
+    /// is printed, for the disk's algorithm and for zstd. It is written in any case; where it gains nothing, that is said,
+    /// and it is best left alone. Takes seconds, and holds up no guest. A disk's algorithm is fixed when its daemon starts:
+    /// start it with --algorithm 'zstd(dict=PATH)', and keep the file as long as the disk.
+    TrainDict {
+        /// The disk's name, as in column NAME
+        #[arg(value_name = "DISK", required_unless_present = "from", conflicts_with = "from")]
+        disk: Option<String>,
+        /// A file of pages of 4096 bytes to make it from; no daemon is asked
+        #[arg(long, value_name = "FILE")]
+        from: Option<PathBuf>,
+        /// With --from: what else the gain is printed for
+        #[arg(long, value_name = "NAME", default_value = "lz4", conflicts_with = "disk")]
+        algorithm: Algorithm,
+        /// The most bytes of the dictionary, 256 to 64K
+        #[arg(long, value_name = "SIZE", default_value = "16K", value_parser = dictionary_size)]
+        size: u64,
+        /// The file that it is written to
+        #[arg(long, value_name = "PATH")]
+        output: PathBuf,
+        /// Replace that file if it is there
+        ///
+        /// A disk that was compressed with it cannot be taken over by another daemon then.
+        #[arg(long)]
+        force: bool,
+    },
+    /// Show the memory of a disk's compression contexts, which TOTAL does not count
+    ///
+    /// Each queue that runs has a compression context, and each algorithm for recompression one. Decompression contexts
+    /// and dictionaries are shared by all queues. --bytes and --json have exact numbers.
+    Contexts {
+        /// The disk's name, as in column NAME
+        #[arg(value_name = "DISK")]
+        disk: String,
+    },
     /// Print zram's mm_stat line
     ///
     /// orig_data_size, compr_data_size, mem_used_total, mem_limit, mem_used_max, same_pages, pages_compacted, huge_pages,
@@ -135,7 +182,9 @@ impl Command {
             | Command::Compact { disk }
             | Command::Idle { disk, .. }
             | Command::Recompress { disk, .. }
+            | Command::Contexts { disk }
             | Command::Arena { disk } => Some(disk),
+            Command::TrainDict { disk, .. } => disk.as_deref(),
             Command::MmStat | Command::IoStat => None,
         }
     }
@@ -158,6 +207,15 @@ fn assignment(text: &str) -> Result<Assignment, String> {
 /// Seconds; `None` is all pages.
 #[derive(Clone, Copy)]
 struct Age(Option<u64>);
+
+fn dictionary_size(text: &str) -> Result<u64, String> {
+    let range = DICTIONARY_BYTES_MIN as u64..=DICTIONARY_BYTES_MAX as u64;
+    let size = size::parse(text)?;
+    range
+        .contains(&size)
+        .then_some(size)
+        .ok_or_else(|| "allowed is 256 to 64K".into())
+}
 
 fn age(text: &str) -> Result<Age, String> {
     if text == "all" {
@@ -216,7 +274,7 @@ Exit codes:
   1  the daemon refused, or its answer makes no sense
   2  the command line is wrong
   6  a daemon cannot be reached, or does not answer within 5 seconds
-     (compact: 10 minutes, recompress: a day)";
+     (compact, idle, train-dict: 10 minutes, recompress: a day)";
 
 const EXIT_FAILURE: u8 = 1;
 const EXIT_USAGE: u8 = 2;
@@ -224,7 +282,7 @@ const EXIT_UNREACHABLE: u8 = 6;
 
 fn main() -> ExitCode {
     match Arguments::try_parse() {
-        Ok(arguments) if arguments.control.is_empty() => {
+        Ok(arguments) if arguments.control.is_empty() && !arguments.needs_no_daemon() => {
             complain("--control PATH is needed: the --control-path of a daemon");
             ExitCode::from(EXIT_USAGE)
         }
@@ -240,6 +298,15 @@ fn main() -> ExitCode {
     }
 }
 
+/// A key that is given more than once: which of its values is meant?
+fn given_twice(command: &Command) -> Option<&str> {
+    let (Command::Set { values, .. } | Command::Recompress { values, .. }) = command else {
+        return None;
+    };
+    let twice = (1..values.len()).find(|&index| values[..index].iter().any(|(key, _)| *key == values[index].0));
+    twice.map(|index| values[index].0.as_str())
+}
+
 /// Asks every daemon, shows what came, and ends with the code of the first that failed.
 fn run(arguments: &Arguments) -> ExitCode {
     let mut exit_code = 0;
@@ -247,9 +314,38 @@ fn run(arguments: &Arguments) -> ExitCode {
         complain(&failure.message);
         exit_code = if exit_code == 0 { failure.exit_code } else { exit_code };
     };
+    if let Some(key) = arguments.command.as_ref().and_then(given_twice) {
+        complain(&format!("{key} is given twice"));
+        return ExitCode::from(EXIT_USAGE);
+    }
+    let output = match &arguments.command {
+        Some(Command::TrainDict { output, force, .. }) => Some((output, *force)),
+        _ => None,
+    };
+    if let Some(failure) = output.and_then(|(path, force)| dictionary_file::check(path, force).err()) {
+        complain(&failure);
+        return ExitCode::from(EXIT_FAILURE);
+    }
     let mut answers = Vec::new();
+    if let Some(Command::TrainDict {
+        from: Some(from),
+        algorithm,
+        size,
+        ..
+    }) = &arguments.command
+    {
+        match dictionary_file::train(from, algorithm, *size as usize) {
+            Ok(report) => answers.push(format!("{}\n", serde_json::json!(report))),
+            Err(message) => fail(&Failure::new(EXIT_FAILURE, message)),
+        }
+    }
     let mut others = Vec::new();
-    for path in &arguments.control {
+    let asked = if arguments.needs_no_daemon() {
+        &[][..]
+    } else {
+        &arguments.control
+    };
+    for path in asked {
         match ask(path, arguments.command.as_ref()) {
             Ok(answer) => answers.push(answer),
             Err(failure) if failure.is_other_disk => others.push(failure),
@@ -259,6 +355,17 @@ fn run(arguments: &Arguments) -> ExitCode {
     // A disk that is asked for by name is behind one of the sockets, and not behind all others.
     if answers.is_empty() {
         others.iter().for_each(&mut fail);
+    }
+    if let (Some((path, force)), Some(answer)) = (output, answers.first()) {
+        let written = read::<DictionaryReport>(answer)
+            .and_then(|report| from_hex(&report.dictionary).ok_or_else(|| Failure::senseless(&"no dictionary")))
+            .and_then(|bytes| {
+                dictionary_file::write(path, &bytes, force).map_err(|message| Failure::new(EXIT_FAILURE, message))
+            });
+        if let Err(failure) = written {
+            fail(&failure);
+            answers.clear();
+        }
     }
     match show(arguments, &answers) {
         Ok(text) => print(&text),
@@ -306,13 +413,14 @@ impl Failure {
 /// One question, one line of answer.
 fn ask(path: &Path, command: Option<&Command>) -> Result<String, Failure> {
     let (name, patience) = match command {
-        None => ("stats", PATIENCE),
+        None | Some(Command::Contexts { .. }) => ("stats", PATIENCE),
         Some(Command::MmStat) => ("mm-stat", PATIENCE),
         Some(Command::IoStat) => ("io-stat", PATIENCE),
         Some(Command::Set { .. }) => ("set", PATIENCE),
         Some(Command::Compact { .. }) => ("compact", PATIENCE_COMPACT),
         Some(Command::Idle { .. }) => ("idle", PATIENCE_COMPACT),
         Some(Command::Recompress { .. }) => ("recompress", PATIENCE_RECOMPRESS),
+        Some(Command::TrainDict { .. }) => ("train-dict", PATIENCE_COMPACT),
         Some(Command::Arena { .. }) => ("arena", PATIENCE),
     };
     let request = Request {
@@ -322,6 +430,7 @@ fn ask(path: &Path, command: Option<&Command>) -> Result<String, Failure> {
             Some(Command::Set { values, .. } | Command::Recompress { values, .. }) => {
                 Some(values.iter().cloned().collect())
             }
+            Some(Command::TrainDict { size, .. }) => Some([("size".to_string(), (*size).into())].into_iter().collect()),
             Some(Command::Idle { age: Age(age), .. }) => Some(std::iter::once(("age".into(), (*age).into())).collect()),
             _ => None,
         },
@@ -385,6 +494,8 @@ fn show(arguments: &Arguments, answers: &[String]) -> Result<String, Failure> {
         }),
         Some(Command::Recompress { .. }) => lines(answers, |report| recompress_line(&report, arguments.bytes)),
         Some(Command::Arena { .. }) => lines(answers, |arena: Arena| picture::arena(&arena)),
+        Some(Command::TrainDict { .. }) => lines(answers, |report: DictionaryReport| dictionary_lines(&report)),
+        Some(Command::Contexts { .. }) => lines(answers, |disk| picture::contexts(&disk, arguments.bytes)),
         None if answers.is_empty() => Ok(String::new()),
         None => {
             let disks = answers
@@ -460,6 +571,28 @@ fn compact_line(report: &CompactReport, bytes: bool) -> String {
     let size = |value| written(value, bytes);
     let (before, after) = (size(*mem_used_before), size(*mem_used_total));
     format!("{name}: {objects_moved} objects moved, {pages_compacted} pages gained; held {before}, holds {after}\n")
+}
+
+fn dictionary_lines(report: &DictionaryReport) -> String {
+    let mut text = format!(
+        "{}: a dictionary of {} bytes from {} pages; on {} others it gains\n",
+        report.name,
+        report.dictionary.len() / 2,
+        report.pages_trained,
+        report.pages_held_out
+    );
+    for gain in &report.gains {
+        let (without, with) = (gain.bytes_without, gain.bytes_with);
+        let (algorithm, sizes) = (&gain.algorithm, format!("{without} bytes without, {with} with it"));
+        text += &match without.saturating_sub(with) {
+            0 => format!("  {algorithm}: nothing ({sizes}): do not use it for this\n"),
+            gained => format!(
+                "  {algorithm}: {:.1} % ({sizes})\n",
+                gained as f64 * 100.0 / without as f64
+            ),
+        };
+    }
+    text
 }
 
 fn written(size: u64, bytes: bool) -> String {

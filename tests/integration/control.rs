@@ -121,6 +121,10 @@ fn what_is_wrong_is_answered_and_the_connection_goes_on() {
         (r#"{"command":"stats","values":{}}"#, "bad-request"),
         (r#"{"command":"set"}"#, "bad-request"),
         (r#"{"command":"set","values":[]}"#, "bad-request"),
+        (r#"{"command":"train-dict"}"#, "no-dictionary"),
+        (r#"{"command":"train-dict","values":{"size":255}}"#, "bad-value"),
+        (r#"{"command":"train-dict","values":{"size":65537}}"#, "bad-value"),
+        (r#"{"command":"train-dict","values":{"output":"x"}}"#, "unknown-key"),
         (r#"{"command":"stats","disk":"other"}"#, "unknown-disk"),
         (r#"{"command":"reset"}"#, "unknown-command"),
         (r#"{"command":""}"#, "unknown-command"),
@@ -301,6 +305,17 @@ fn what_vzramctl_cannot_set_is_told_in_one_line() {
         ),
         (&["compact"], 2, "DISK"),
         (&["compact", "dusk"], 1, "dusk"),
+        (
+            &["recompress", "disk", "type=idle", "type=all"],
+            2,
+            "type is given twice",
+        ),
+        (
+            &["set", "disk", "mem-limit=1M", "mem-limit=2M"],
+            2,
+            "mem-limit is given twice",
+        ),
+        (&["contexts", "dusk"], 1, "dusk"),
         (&["arena"], 2, "DISK"),
         (&["arena", "dusk"], 1, "dusk"),
     ] {
@@ -393,7 +408,7 @@ fn impostor(directory: &Path, answer: &'static str) {
 
 /// A disk in the middle of its life.
 const BUSY: &str = concat!(
-    r#"{"name":"build-cache","disksize":4294967296,"algorithm":"zstd(level=3)","recompress_algorithms":[],"context_bytes":{"worker":0,"shared":0,"decompression":0},"read_only":false,"#,
+    r#"{"name":"build-cache","disksize":4294967296,"algorithm":"zstd(level=3)","recompress_algorithms":[],"context_bytes":{"worker":81944,"shared":492848,"decompression":300234},"read_only":false,"#,
     r#""orig_data_size":1363148801,"compr_data_size":419430402,"mem_used_total":432013313,"mem_limit":1073741824,"#,
     r#""mem_used_max":432013314,"table_bytes":3145728,"total_bytes":435159041,"same_pages":5,"pages_compacted":6,"#,
     r#""huge_pages":7,"huge_pages_since":8,"failed_reads":9,"failed_writes":10,"invalid_io":11,"notify_free":12,"#,
@@ -450,6 +465,29 @@ fn the_widest_table_fits_80_columns() {
         assert!(table.contains(&format!(" {shown} ")), "{table}");
         assert!(text(&ctl(&directory, &["--bytes"]).stdout).contains(algorithm));
     }
+}
+
+#[test]
+fn the_memory_of_contexts_is_shown() {
+    let directory = tempdir().unwrap();
+    impostor(directory.path(), BUSY);
+    assert_eq!(
+        text(&ctl(directory.path(), &["contexts", "build-cache"]).stdout),
+        "build-cache
+  compression   320K  4 queues run, 80K each
+  shared        481K  0 algorithms for recompression, and all dictionaries
+  decompression 293K  shared by all queues
+  all           1.1M  beside what TOTAL counts
+  page reads that took their own decompression context: 14
+  another, for theirs was in use: 15
+  none at first, and waited, which should stay 0: 16
+"
+    );
+    assert!(text(&ctl(directory.path(), &["contexts", "build-cache", "-b"]).stdout).contains(" 327776  4 queues"));
+    assert_eq!(
+        text(&ctl(directory.path(), &["contexts", "build-cache", "--json"]).stdout),
+        BUSY
+    );
 }
 
 /// The table as (column, value) pairs.

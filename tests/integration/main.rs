@@ -25,3 +25,4 @@ mod raw;
 mod recompress;
 mod sandbox;
 mod support;
+mod train_dict;

@@ -55,6 +55,8 @@ mod recompress;
 #[cfg(not(loom))]
 mod region;
 #[cfg(not(loom))]
+mod sample;
+#[cfg(not(loom))]
 mod slot;
 #[cfg(not(loom))]
 mod stats;

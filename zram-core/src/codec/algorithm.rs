@@ -215,6 +215,19 @@ impl Algorithm {
         self.dictionary.as_deref()
     }
 
+    /// Whether the codec can use one.
+    pub fn takes_dictionary(&self) -> bool {
+        self.name.dictionary_bytes_max().is_some()
+    }
+
+    /// The same without its dictionary.
+    pub fn without_dictionary(&self) -> Algorithm {
+        Algorithm {
+            dictionary: None,
+            ..self.clone()
+        }
+    }
+
     /// Whether it stores less of most pages than `other`, by name and level, as measured (docs/benchmarks.md). A hint:
     /// pages and dictionaries differ.
     pub fn is_denser_than(&self, other: &Algorithm) -> bool {
