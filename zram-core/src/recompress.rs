@@ -245,7 +245,6 @@ impl Run<'_> {
                 break;
             }
         }
-        let exchange = |new: u64| zram.table.compare_exchange(index, word, new).is_ok();
         match made {
             None => {
                 let is_last = last_tried == zram.last_priority();
@@ -258,8 +257,17 @@ impl Run<'_> {
             Some(Ok(new)) => {
                 reach(Step::Recompressed);
                 // The age stays: nobody used the page. The mark goes, as in zram.
-                let aged = slot::with_age(new.pack(), slot::age(word).unwrap_or(0));
-                if exchange(aged) {
+                let mut found = word;
+                let exchanged = loop {
+                    let aged = slot::with_age(new.pack(), slot::age(found).unwrap_or(0));
+                    match zram.table.compare_exchange(index, found, aged) {
+                        Ok(()) => break true,
+                        // Read, marked or aged meanwhile.
+                        Err(other) if slot::is_same_object(other, word) => found = other,
+                        Err(_) => break false,
+                    }
+                };
+                if exchanged {
                     drop(guard);
                     self.replaced(word, new, len);
                 } else {

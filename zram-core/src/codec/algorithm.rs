@@ -239,6 +239,7 @@ impl Algorithm {
                 Name::LzoRle => 3,
                 Name::Lz4hc => 4,
                 Name::Deflate => 5,
+                Name::Zstd if algorithm.level < -1 => 1,
                 Name::Zstd => 6,
             };
             // lz4's level is an acceleration: the higher, the less dense.
@@ -314,6 +315,7 @@ mod tests {
         };
         assert!(denser("zstd", "lz4") && !denser("lz4", "zstd"));
         assert!(denser("zstd(level=9)", "zstd(level=3)") && !denser("zstd", "zstd"));
+        assert!(!denser("zstd(level=-5)", "lz4hc") && denser("zstd(level=-1)", "deflate"));
         assert!(denser("lz4", "lz4(level=9)") && denser("lz4hc", "lzo-rle") && !denser("842", "lz4"));
     }
 
