@@ -14,9 +14,8 @@
 //! | `stats` | zram's counters with zram's meanings |
 //! | `page`, `region`, `sync` | beneath them all: 4 KiB, mappings, primitives |
 //!
-//! `unsafe` lives in `region`, `arena` and the files of `codec` that call C; `zram`, `worker` and `clean` keep the three
-//! promises of the first two (a word was loaded under its guard; it is
-//! freed after its grace period; once).
+//! `unsafe` lives in `region`, `arena` and the files of `codec` that call C; `zram`, `worker`, `clean` and `recompress`
+//! keep the three promises of the first two (a word was loaded under its guard; it is freed after its grace period; once).
 
 #[cfg(not(loom))]
 mod adopt;
