@@ -28,6 +28,7 @@
 //! Sources: virtio 1.3 sections 2.7 (split virtqueues) and 5.2 (block device), and QEMU's vhost-user.rst.
 #![deny(unsafe_code)]
 
+mod batching;
 mod channel;
 mod config;
 mod config_space;

@@ -359,6 +359,14 @@ impl Ring {
         index != Ok(self.next_avail.0)
     }
 
+    /// Chains that the driver has made available and does not see completed yet.
+    pub fn in_flight(&self) -> usize {
+        let index = self.load(|places| &places.avail, INDEX, Ordering::Relaxed);
+        index.map_or(0, |index| {
+            usize::from((Wrapping(index) - self.published).0.min(self.size))
+        })
+    }
+
     /// Copies the chain's descriptors. `None` if it loops, leaves its table, or uses indirection as it must not.
     fn walk(&self, guest: &Guest, head: u16, chain: &mut Chain) -> Option<()> {
         chain.clear();

@@ -81,6 +81,11 @@ impl Table {
         self.word(index).load(Ordering::Acquire) // pairs with swap and compare_exchange, rule 3
     }
 
+    /// Has the caches fetch the word of a slot, and waits for nothing.
+    pub(crate) fn prefetch(&self, index: SlotIndex) {
+        crate::region::prefetch(std::ptr::from_ref(self.word(index)).cast(), size_of::<u64>());
+    }
+
     /// Puts `new` and gives what the slot held, which is now the caller's to retire.
     #[must_use = "what the slot held must be retired"]
     pub(crate) fn swap(&self, index: SlotIndex, new: u64) -> u64 {

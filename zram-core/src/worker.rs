@@ -117,6 +117,11 @@ impl Worker {
         self.zram.prefetch(index);
     }
 
+    /// Has the caches fetch a slot's word, so that [`Worker::prefetch`] need not wait for it.
+    pub fn prefetch_slot(&self, index: SlotIndex) {
+        self.zram.prefetch_slot(index);
+    }
+
     /// Replaces the content of a slot.
     pub fn write_page(&mut self, index: SlotIndex, page: &Page) -> Result<(), WriteError> {
         let mut patience = Patience::default();

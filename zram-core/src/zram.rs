@@ -383,6 +383,11 @@ impl Zram {
         }
     }
 
+    /// Has the caches fetch a slot's word.
+    pub(crate) fn prefetch_slot(&self, index: SlotIndex) {
+        self.table.prefetch(index);
+    }
+
     /// Fills `page` with what `word` says, which was loaded under `guard`.
     pub(crate) fn decode(
         &self,

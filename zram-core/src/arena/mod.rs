@@ -31,7 +31,7 @@ use std::sync::{Mutex, MutexGuard};
 use crate::epoch::Guard;
 use crate::page::PAGE_SIZE;
 use crate::pause::{Step, allocation_fails, reach};
-use crate::region::{Mapping, OS_PAGE_SIZE};
+use crate::region::{Mapping, OS_PAGE_SIZE, prefetch};
 use crate::slot::{GRANULE_SIZE, GRANULES_MAX, Handle};
 use crate::sync::CachePadded;
 use heap::{Heap, Local};
@@ -57,6 +57,10 @@ const SPARSE_SHARE: u64 = 32;
 const TRIES: usize = 3;
 /// Segments of a heap that are looked at under its lock at a time: some microseconds.
 const SURVEY_STEP: usize = 256;
+
+/// How much of an object is fetched ahead. The processor goes on by itself; asking for the rest keeps other fetches
+/// waiting and costs 3 to 5 % of all reads.
+const PREFETCH_BYTES_MAX: usize = 1024;
 
 /// Granules of an object with `len` bytes of content.
 pub(crate) fn object_granules(len: usize) -> usize {
@@ -195,21 +199,8 @@ impl Arena {
     }
 
     /// Has the caches fetch an object. A hint: the object may be freed meanwhile, and nothing is read.
-    #[cfg_attr(
-        not(target_arch = "x86_64"),
-        expect(unused_variables, reason = "no stable way to say it there")
-    )]
     pub(crate) fn prefetch(&self, handle: Handle, len: usize) {
-        #[cfg(target_arch = "x86_64")]
-        {
-            use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-            const CACHE_LINE_BYTES: usize = 64;
-            let object = self.address(handle, len);
-            for line in (0..len).step_by(CACHE_LINE_BYTES) {
-                // SAFETY: a prefetch reads nothing and cannot fault, whatever the address.
-                unsafe { _mm_prefetch::<_MM_HINT_T0>(object.as_ptr().add(line).cast()) };
-            }
-        }
+        prefetch(self.address(handle, len).as_ptr(), len.min(PREFETCH_BYTES_MAX));
     }
 
     /// The word of a same-filled page.
