@@ -13,7 +13,10 @@ use std::time::Instant;
 
 use zram_core::{Algorithm, Codecs, DecompressionContexts, PAGE_SIZE, Page, Stream, train};
 
-const ALGORITHMS: [&str; 17] = [
+const ALGORITHMS: [&str; 20] = [
+    "lzo",
+    "lzo-rle",
+    "842",
     "lz4",
     "lz4(level=4)",
     "lz4hc(level=3)",
@@ -73,12 +76,15 @@ fn main() {
         });
         for text in &arguments.algorithms {
             bench(text, &picked, arguments.rounds);
-            if let Some(path) = dictionary.as_ref().filter(|_| !text.starts_with("deflate")) {
+            if let Some(path) = &dictionary {
                 let with = match text.strip_suffix(')') {
                     Some(open) => format!("{open},dict={})", path.display()),
                     None => format!("{text}(dict={})", path.display()),
                 };
-                bench(&with, &picked, arguments.rounds);
+                // Those that take none say so.
+                if with.parse::<Algorithm>().is_ok() {
+                    bench(&with, &picked, arguments.rounds);
+                }
             }
         }
         dictionary.map(std::fs::remove_file).transpose().unwrap();
