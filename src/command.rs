@@ -8,16 +8,16 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use serde_json::Value;
 use zram_core::{
-    Algorithm, ArenaReport, Compacted, DICTIONARY_BYTES_MAX, DICTIONARY_BYTES_MIN, DISK_BYTES_MAX, HeapReport,
-    HoleClass, IdleMark, MEM_LIMIT_MIN, RecompressError, RecompressOptions, RecompressType,
+    Algorithm, ArenaReport, Compacted, DICTIONARY_BYTES_MAX, DICTIONARY_BYTES_MIN, HeapReport, HoleClass, IdleMark,
+    RecompressError, RecompressOptions, RecompressType,
 };
 
 use crate::disk::Disk;
 use crate::protocol::{
     Arena, CompactReport, DictionaryReport, ErrorBody, Heap, Holes, IdleReport, IoStat, MmStat, PROTOCOL_VERSION,
-    RecompressReport, Refusal, Request, Settings, Version,
+    RecompressReport, Refusal, Request, Version,
 };
-use crate::training;
+use crate::{settings, training};
 
 /// The answer to one line.
 pub fn answer(line: &[u8], disk: &Disk) -> Vec<u8> {
@@ -70,17 +70,7 @@ fn respond(request: &Request, disk: &Disk) -> Result<Vec<u8>, ErrorBody> {
         }),
         "arena" => reply(&arena(disk)),
         "compact" => reply(&compact(disk)),
-        "set" => {
-            let values = request.values.iter().flatten();
-            let changes = values
-                .map(|(key, value)| Change::new(key, value))
-                .collect::<Result<Vec<_>, _>>()?;
-            if changes.is_empty() {
-                return Err(error("bad-value", &format!("nothing to set: {KEYS}")));
-            }
-            changes.into_iter().try_for_each(|change| change.apply(disk))?;
-            reply(&settings(disk))
-        }
+        "set" => reply(&settings::set(disk, request.values.as_ref())?),
         "idle" => reply(&idle(disk, request.values.iter().flatten())?),
         "recompress" => reply(&recompress(disk, request.values.iter().flatten())?),
         "train-dict" => reply(&train_dictionary(disk, request.values.iter().flatten())?),
@@ -221,56 +211,6 @@ fn is_called(algorithm: &Algorithm, name: &str) -> bool {
     text == name || text.split('(').next() == Some(name)
 }
 
-const KEYS: &str = "mem-limit (bytes, null for none) and mem-used-max (0 begins it anew) can be set";
-
-/// One valid change of a setting.
-enum Change {
-    MemLimit(Option<u64>),
-    ResetMemUsedMax,
-}
-
-impl Change {
-    fn new(key: &str, value: &Value) -> Result<Change, ErrorBody> {
-        let wrong = |allowed: &str| Err(error("bad-value", &format!("{key} {value}: {allowed}")));
-        match key {
-            "mem-limit" => match (value, value.as_u64()) {
-                (Value::Null, _) => Ok(Change::MemLimit(None)),
-                (_, Some(bytes)) if (MEM_LIMIT_MIN..=DISK_BYTES_MAX).contains(&bytes) => {
-                    Ok(Change::MemLimit(Some(bytes)))
-                }
-                _ => wrong("allowed is a number of bytes, 256K to 16T, or none (null)"),
-            },
-            "mem-used-max" if value.as_u64() == Some(0) => Ok(Change::ResetMemUsedMax),
-            "mem-used-max" => wrong("allowed is 0, which begins it anew at what is held now"),
-            _ => Err(error("unknown-key", &format!("{key:?} cannot be set; {KEYS}"))),
-        }
-    }
-
-    fn apply(self, disk: &Disk) -> Result<(), ErrorBody> {
-        let zram = disk.zram();
-        match self {
-            Change::MemLimit(bytes) => {
-                zram.set_mem_limit(bytes)
-                    .map_err(|cause| error("bad-value", &cause.to_string()))?;
-                let limit = bytes.map_or("none".into(), |bytes| bytes.to_string());
-                tracing::info!(disk = disk.name(), "mem-limit is {limit} now");
-            }
-            Change::ResetMemUsedMax => zram.reset_mem_used_max(),
-        }
-        Ok(())
-    }
-}
-
-fn settings(disk: &Disk) -> Settings {
-    let stats = disk.zram().stats();
-    Settings {
-        name: disk.name().into(),
-        mem_limit: stats.mem_limit,
-        mem_used_total: stats.mem_used_total,
-        mem_used_max: stats.mem_used_max,
-    }
-}
-
 fn compact(disk: &Disk) -> CompactReport {
     let zram = disk.zram();
     let mem_used_before = zram.stats().mem_used_total;
@@ -333,7 +273,7 @@ fn arena(disk: &Disk) -> Arena {
     }
 }
 
-fn error(kind: &str, message: &str) -> ErrorBody {
+pub(crate) fn error(kind: &str, message: &str) -> ErrorBody {
     ErrorBody {
         kind: kind.into(),
         message: message.into(),

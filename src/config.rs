@@ -18,6 +18,7 @@ use zram_vhost::{
     BURST_DEFAULT, BURST_MAX, POLL_MAX, QUEUE_SIZE_DEFAULT, QUEUE_SIZE_MAX, QUEUES_MAX, RateLimit, Serial,
 };
 
+use crate::cpus::CpuList;
 use crate::{sandbox, size};
 
 /// A path in a `sockaddr_un` has 108 bytes, the last of them zero (unix(7)).
@@ -58,6 +59,8 @@ pub struct Config {
     pub logical_block_size: u32,
     /// The longest that a queue is watched before its worker sleeps. Microseconds, 0..=1000.
     pub poll_us: u16,
+    /// Where the queues' workers run; `None` is wherever the scheduler likes.
+    pub cpus: Option<CpuList>,
     /// How much the disk may move.
     pub rate_limit: RateLimit,
     /// Whether memory that its frontend could cut is refused.
@@ -205,6 +208,13 @@ struct Arguments {
           value_parser = clap::value_parser!(u16).range(..=POLL_MAX.as_micros() as i64))]
     poll_us: u16,
 
+    /// Keep the queues' workers on these CPUs, such as 2 or 0,4-7 [default: wherever the scheduler likes]
+    ///
+    /// Each worker stays on one of them: the first queue's on the first of the list, and so on, from the beginning again
+    /// after the last. The CPUs have to be among those that the daemon may use. Its other threads stay where they are.
+    #[arg(long, value_name = "LIST", allow_negative_numbers = true)]
+    cpus: Option<CpuList>,
+
     /// The most reads and writes a second, all queues together, from 1 [default: no limit]
     ///
     /// Discarding and zeroing are not counted, here and in --bandwidth-limit.
@@ -335,6 +345,7 @@ impl Config {
             num_queues: arguments.num_queues,
             queue_size_max: arguments.queue_size_max,
             poll_us: arguments.poll_us,
+            cpus: arguments.cpus,
             require_sealed_memory: arguments.require_sealed_memory,
             rate_limit: RateLimit {
                 iops: arguments.iops_limit,

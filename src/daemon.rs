@@ -22,6 +22,7 @@ use zram_core::{Algorithm, Codecs, CreateError, DecompressionContexts, LoadError
 use zram_vhost::{Device, DeviceConfig, Endpoint, ThreadKind, ThreadStart};
 
 use crate::config::{Config, EndpointConfig, Permissions, default_name};
+use crate::cpus::Pins;
 use crate::disk::Disk;
 use crate::logging::{self, Priority};
 use crate::sandbox::{Kind, Sandbox};
@@ -92,6 +93,10 @@ impl Daemon {
             Signals::register().map_err(|error| Failure::new(format!("signals cannot be handled: {error}")))?;
         host::raise_descriptor_limit();
         host::check_file_size_limit(config.size_bytes).map_err(Failure::new)?;
+        if let Some(cpus) = &config.cpus {
+            cpus.check()
+                .map_err(|message| Failure::new(format!("--cpus: {message}")))?;
+        }
 
         let codecs = codecs(config)?;
 
@@ -335,6 +340,7 @@ fn name_of(config: &Config, path: Option<&std::path::Path>) -> String {
 
 fn device_config(config: &Config, name: &str, sandbox: &Sandbox) -> Result<DeviceConfig, Failure> {
     let sandbox = sandbox.clone();
+    let pins = Pins::new(config.cpus.clone());
     Ok(DeviceConfig {
         name: name.into(),
         num_queues: config.num_queues,
@@ -349,7 +355,10 @@ fn device_config(config: &Config, name: &str, sandbox: &Sandbox) -> Result<Devic
         thread_start: ThreadStart::new(move |kind| {
             sandbox.enter(match kind {
                 ThreadKind::Control => Kind::Device,
-                ThreadKind::Worker => Kind::Worker,
+                ThreadKind::Worker(queue) => {
+                    pins.pin(queue);
+                    Kind::Worker
+                }
             });
         }),
         require_sealed_memory: config.require_sealed_memory,

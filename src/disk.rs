@@ -5,7 +5,7 @@ use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use zram_core::{UpkeepThread, Zram};
-use zram_vhost::{Device, DeviceStatus, RequestCounts};
+use zram_vhost::{Device, DeviceStatus, RateLimit, RequestCounts};
 
 use crate::protocol::{ContextBytes, DiskStats, Frontend, RecompressAlgorithm, Requests, SandboxStatus};
 use crate::sandbox::{Kind, Sandbox};
@@ -64,12 +64,35 @@ impl Disk {
         &self.zram
     }
 
+    /// How much the disk may move; no limit when it is not served any more.
+    pub fn rate_limit(&self) -> RateLimit {
+        let device = self.device.lock().unwrap_or_else(PoisonError::into_inner);
+        device.as_ref().map(Device::rate_limit).unwrap_or_default()
+    }
+
+    /// Changes how much the disk may move. One change at a time.
+    pub fn change_rate_limit(&self, change: impl FnOnce(&mut RateLimit)) -> io::Result<()> {
+        let device = self.device.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = device.as_ref().map(Device::rate_limit).unwrap_or_default();
+        let mut limit = before;
+        change(&mut limit);
+        // Setting a limit anew would forgive what is owed.
+        if limit == before {
+            return Ok(());
+        }
+        match &*device {
+            Some(device) => device.set_rate_limit(&limit),
+            None => Err(io::Error::other("the disk is not served any more")),
+        }
+    }
+
     /// All numbers.
     pub fn stats(&self) -> DiskStats {
         let stats = self.zram.stats();
         let contexts = self.zram.context_bytes();
         let device = self.device.lock().unwrap_or_else(PoisonError::into_inner);
         let status = device.as_ref().map(Device::status).unwrap_or_default();
+        let rate = device.as_ref().map(Device::rate_limit).unwrap_or_default();
         drop(device);
         let DeviceStatus {
             queues_running,
@@ -116,6 +139,9 @@ impl Disk {
             contexts_own: stats.contexts.own,
             contexts_borrowed: stats.contexts.borrowed,
             contexts_waited: stats.contexts.waited,
+            iops_limit: rate.iops.unwrap_or(0),
+            bandwidth_limit: rate.bytes_per_second.unwrap_or(0),
+            limit_burst_ms: rate.burst.as_millis() as u64,
             num_queues: self.num_queues,
             queues_running: queues_running as u64,
             frontend: frontend.map(|frontend| Frontend {

@@ -1,5 +1,5 @@
 //! The messages of the control socket: one JSON object a line, a request and its answer. `docs/control.md` tells it to
-//! people who write clients.
+//! people who write clients. Fields that came later are 0 where an older daemon does not know them.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -58,6 +58,15 @@ pub struct Settings {
     pub mem_used_total: u64,
     /// As in [`DiskStats`].
     pub mem_used_max: u64,
+    /// As in [`DiskStats`].
+    #[serde(default)]
+    pub iops_limit: u64,
+    /// As in [`DiskStats`].
+    #[serde(default)]
+    pub bandwidth_limit: u64,
+    /// As in [`DiskStats`].
+    #[serde(default)]
+    pub limit_burst_ms: u64,
 }
 
 /// The answer to `compact`, when all is done. Sizes are in bytes.
@@ -219,6 +228,15 @@ pub struct DiskStats {
     pub contexts_borrowed: u64,
     /// Page reads that waited for one. Should stay 0.
     pub contexts_waited: u64,
+    /// The most reads and writes a second; 0 is no limit.
+    #[serde(default)]
+    pub iops_limit: u64,
+    /// The most bytes read and written a second; 0 is no limit.
+    #[serde(default)]
+    pub bandwidth_limit: u64,
+    /// Milliseconds' worth of both limits that may be saved up.
+    #[serde(default)]
+    pub limit_burst_ms: u64,
     /// Virtqueues offered.
     pub num_queues: u16,
     /// Virtqueues that a guest uses now.

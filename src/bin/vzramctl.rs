@@ -68,6 +68,9 @@ enum Command {
     /// M, G, T or KiB, MiB, GiB, TiB, powers of 1024. A limit below what the disk holds takes nothing away: new pages are
     /// refused until it holds less.
     ///
+    /// iops-limit=N, bandwidth-limit=SIZE: the most reads and writes, and the most bytes of them, a second, from 1, or
+    /// none. limit-burst-ms=N: how much of both may be saved up, in milliseconds' worth, 0 to 60000.
+    ///
     /// mem-used-max=0: begin the maximum of mm-stat anew at what is held now.
     ///
     /// If one of several settings is wrong, none is changed.
@@ -75,7 +78,7 @@ enum Command {
         /// The disk's name, as in column NAME
         #[arg(value_name = "DISK")]
         disk: String,
-        /// mem-limit=SIZE, mem-limit=none or mem-used-max=0
+        /// mem-limit=SIZE, iops-limit=N, bandwidth-limit=SIZE, limit-burst-ms=N or mem-used-max=0
         #[arg(value_name = "KEY=VALUE", required = true, value_parser = assignment)]
         values: Vec<Assignment>,
     },
@@ -541,12 +544,18 @@ fn settings_line(settings: &Settings, bytes: bool) -> String {
         mem_limit,
         mem_used_total,
         mem_used_max,
+        iops_limit,
+        bandwidth_limit,
+        limit_burst_ms,
     } = settings;
     let size = |value| written(value, bytes);
-    let limit = if *mem_limit == 0 {
-        "none".into()
-    } else {
-        size(*mem_limit)
+    let or_none = |limit: u64, text: String| if limit == 0 { "none".into() } else { text };
+    let limit = or_none(*mem_limit, size(*mem_limit));
+    let iops = or_none(*iops_limit, iops_limit.to_string());
+    let bandwidth = or_none(*bandwidth_limit, size(*bandwidth_limit));
+    let burst = match (*iops_limit, *bandwidth_limit) {
+        (0, 0) => String::new(),
+        _ => format!(" limit-burst-ms={limit_burst_ms}"),
     };
     let held = size(*mem_used_total);
     let more = match *mem_limit {
@@ -555,7 +564,8 @@ fn settings_line(settings: &Settings, bytes: bool) -> String {
         _ => "",
     };
     format!(
-        "{name}: mem-limit={limit} mem-used-max={}, holds {held}{more}\n",
+        "{name}: mem-limit={limit} mem-used-max={}, holds {held}{more}\n\
+         {name}: iops-limit={iops} bandwidth-limit={bandwidth}{burst}\n",
         size(*mem_used_max)
     )
 }

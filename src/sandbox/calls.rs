@@ -259,6 +259,8 @@ const DEVICE: &[Call] = &[
     is(libc::SYS_fcntl, 1, libc::F_DUPFD_CLOEXEC as c_long),
     is(libc::SYS_fcntl, 1, libc::F_GETFL as c_long),
     is(libc::SYS_fcntl, 1, libc::F_SETFL as c_long),
+    // A worker's first step, before its own filters: its CPU.
+    is(libc::SYS_sched_setaffinity, 0, 0),
     // What memory is sealed against and lies on; the in-flight region.
     is(libc::SYS_fcntl, 1, libc::F_GET_SEALS as c_long),
     is(libc::SYS_fcntl, 1, libc::F_ADD_SEALS as c_long),

@@ -6,7 +6,8 @@
 //! As frontends see it: `support` starts backends and watches their process, `raw` is a frontend that can say anything a
 //! guest can, right or wrong. `protocol` (negotiation, rings and connections coming and going), `data` (requests and their
 //! answers), `hostile_guest` and `hostile_frontend` (those that break the rules), `libblkio` (a frontend that nobody here
-//! wrote), `memory` (what the host gets back), `recompress` (as the operator uses it), `differential` (the same requests to qemu-storage-daemon).
+//! wrote), `memory` (what the host gets back), `recompress` (as the operator uses it), `live`
+//! (what the operator changes meanwhile), `differential` (the same requests to qemu-storage-daemon).
 // A test ends at the first surprise, and the line that failed says which.
 #![allow(clippy::unwrap_used)]
 #![deny(unsafe_code)]
@@ -18,6 +19,7 @@ mod differential;
 mod hostile_frontend;
 mod hostile_guest;
 mod libblkio;
+mod live;
 mod memory;
 mod program;
 mod protocol;

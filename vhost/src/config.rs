@@ -70,8 +70,8 @@ pub struct SerialError;
 pub enum ThreadKind {
     /// Accepts frontends and speaks with them; starts the workers.
     Control,
-    /// Serves a virtqueue.
-    Worker,
+    /// Serves the virtqueue of this index.
+    Worker(u16),
 }
 
 /// What each thread of a device does first; nothing by default.

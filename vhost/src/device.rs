@@ -161,6 +161,11 @@ impl Device {
         Ok(())
     }
 
+    /// How much the disk may move.
+    pub fn rate_limit(&self) -> RateLimit {
+        self.shared.disk.limiter.limit()
+    }
+
     /// Readable once the device has ended by itself: its stream was closed, or its control thread failed.
     pub fn ended(&self) -> BorrowedFd<'_> {
         self.ended.as_fd()

@@ -64,6 +64,10 @@ impl Bucket {
         self.per_second.load(Ordering::Relaxed) == 0
     }
 
+    fn limit(&self) -> Option<u64> {
+        Some(self.per_second.load(Ordering::Relaxed)).filter(|&rate| rate != 0)
+    }
+
     fn wait(&self, now: u64, burst: u64) -> u64 {
         if self.is_off() {
             return 0;
@@ -109,6 +113,15 @@ impl Limiter {
         self.burst.store(burst, Ordering::Relaxed);
         self.requests.set(limit.iops);
         self.bytes.set(limit.bytes_per_second);
+    }
+
+    /// What was set last.
+    pub fn limit(&self) -> RateLimit {
+        RateLimit {
+            iops: self.requests.limit(),
+            bytes_per_second: self.bytes.limit(),
+            burst: Duration::from_nanos(self.burst.load(Ordering::Relaxed)),
+        }
     }
 
     /// Lets one request of `bytes` bytes pass, or says how long it has to wait before it asks again.

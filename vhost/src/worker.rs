@@ -193,7 +193,8 @@ pub(crate) fn start(parts: Parts) -> io::Result<RunningWorker> {
         poller,
     };
     let thread = thread::Builder::new().name(name).spawn(move || {
-        worker.queue.shared.disk.config.thread_start.run(ThreadKind::Worker);
+        let kind = ThreadKind::Worker(worker.queue.index);
+        worker.queue.shared.disk.config.thread_start.run(kind);
         worker.run()
     })?;
     Ok(RunningWorker { stop, thread })
