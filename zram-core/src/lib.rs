@@ -106,4 +106,5 @@ pub use zram::{
 #[doc(hidden)]
 pub mod fuzzing {
     pub use crate::codec::fuzzing::{decode, roundtrip};
+    pub use crate::codec::fuzzing_contexts::contexts;
 }

@@ -262,7 +262,7 @@ pub(super) mod tests {
     }
 
     #[track_caller]
-    fn saved_inputs_of(target: &str, body: fn(&[u8])) {
+    pub(in crate::codec) fn saved_inputs_of(target: &str, body: fn(&[u8])) {
         let corpus = format!("{}/fuzz/corpus/{target}", env!("CARGO_MANIFEST_DIR"));
         let mut count = 0;
         for entry in std::fs::read_dir(corpus).unwrap() {

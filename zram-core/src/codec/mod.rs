@@ -20,6 +20,8 @@ mod dictionary;
 mod e842;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzzing;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzzing_contexts;
 mod liblz4;
 mod lz4;
 mod lz4hc;
