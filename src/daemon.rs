@@ -119,6 +119,7 @@ impl Daemon {
         let zram = Zram::create(&Options {
             name: name.clone(),
             size_bytes: config.size_bytes,
+            size_bytes_max: None,
             mem_limit_bytes: config.mem_limit_bytes,
             codecs,
         })

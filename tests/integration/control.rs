@@ -552,6 +552,7 @@ fn filled_disk(directory: &Path) -> Arc<Disk> {
     let zram = Zram::create(&Options {
         name: "filled".into(),
         size_bytes: 64 << 20,
+        size_bytes_max: None,
         mem_limit_bytes: Some(1 << 20),
         codecs: Codecs::alone(&Algorithm::default()).unwrap(),
     })

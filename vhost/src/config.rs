@@ -149,14 +149,14 @@ impl Disk {
         &self.config.name
     }
 
-    /// In sectors of 512 bytes, a multiple of the sectors of a page. No order: a request that races with a change is one
-    /// from before or one from after it.
+    /// In sectors of 512 bytes, a multiple of the sectors of a page. SeqCst, with the beginning of a batch
+    /// ([`crate::counters::Turns`]): who changes it and then sees no batch knows that the next ones go by the change.
     pub fn capacity_sectors(&self) -> u64 {
-        self.capacity_sectors.load(Ordering::Relaxed)
+        self.capacity_sectors.load(Ordering::SeqCst)
     }
 
     pub fn set_capacity_sectors(&self, sectors: u64) {
-        self.capacity_sectors.store(sectors, Ordering::Relaxed);
+        self.capacity_sectors.store(sectors, Ordering::SeqCst);
     }
 }
 
@@ -221,6 +221,7 @@ pub(crate) mod tests {
         let options = Options {
             name: "test".to_string(),
             size_bytes,
+            size_bytes_max: None,
             mem_limit_bytes,
             codecs: Codecs::alone(&Algorithm::default()).unwrap(),
         };

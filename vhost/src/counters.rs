@@ -27,6 +27,36 @@ impl Counter {
     }
 }
 
+/// Where a worker stands: odd while it serves a batch. So whoever has changed what batches go by can wait until no batch
+/// is left that began before.
+#[derive(Default)]
+pub(crate) struct Turns(AtomicU64);
+
+impl Turns {
+    /// A batch begins. SeqCst, before what it goes by is read, as [`Turns::seen`] is after that was changed: one of both
+    /// sides sees the other.
+    pub fn begin(&self) {
+        self.0.store(self.0.load(Ordering::Relaxed) | 1, Ordering::SeqCst);
+    }
+
+    /// It ends, or the worker that was in it does. Release: what the batch did is over for who sees it.
+    pub fn end(&self) {
+        let turn = self.0.load(Ordering::Relaxed);
+        self.0.store(turn + (turn & 1), Ordering::Release);
+    }
+
+    /// The batch that goes on now, if any.
+    pub fn seen(&self) -> Option<u64> {
+        let turn = self.0.load(Ordering::SeqCst);
+        (turn & 1 == 1).then_some(turn)
+    }
+
+    /// Whether that batch still goes on.
+    pub fn is_in(&self, turn: u64) -> bool {
+        self.0.load(Ordering::Acquire) == turn
+    }
+}
+
 /// The counts of one virtqueue. Aligned to two cache lines, which x86 fetches as a pair.
 #[derive(Default)]
 #[repr(align(128))]
@@ -46,6 +76,7 @@ pub(crate) struct QueueCounters {
     pub panics: Counter,
     pub calls: Counter,
     pub calls_lost: Counter,
+    pub turns: Turns,
 }
 
 /// Requests and mishaps of all queues since the device started.

@@ -22,9 +22,8 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags};
 use vhost::vhost_user::{BackendReqHandler, Error};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
-use zram_core::{PAGE_SIZE, SECTOR_SIZE, Zram};
+use zram_core::Zram;
 
-use crate::channel::Notice;
 use crate::config::{DeviceConfig, Disk, ThreadKind};
 use crate::counters::{Burst, DeviceStatus, Frontend, LogLimit, QueueCounters, RequestCounts};
 use crate::fault;
@@ -62,14 +61,11 @@ pub struct Device {
     control: Option<JoinHandle<()>>,
     stop: Arc<EventFd>,
     ended: OwnedFd,
-    shared: Arc<Shared>,
+    pub(crate) shared: Arc<Shared>,
     board: Arc<Board>,
+    /// Held while the size changes.
+    pub(crate) resizing: Mutex<()>,
 }
-
-/// A size that the disk cannot have.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("a capacity of {0} bytes: it is a multiple of 4096, at least 4096 and at most the disk's {1}")]
-pub struct CapacityError(u64, u64);
 
 /// What the control thread tells [`Device::status`].
 #[derive(Default)]
@@ -120,6 +116,7 @@ impl Device {
             ended,
             shared,
             board,
+            resizing: Mutex::new(()),
         })
     }
 
@@ -139,17 +136,6 @@ impl Device {
             failed_connections: self.board.failed_connections.load(Ordering::Relaxed),
             requests: RequestCounts::sum(self.shared.counters.iter()),
         }
-    }
-
-    /// Changes the size that guests see, within what the disk holds, and tells the frontend. The caller sees to what lies
-    /// behind a new, smaller end; requests for it that were taken before may still be served.
-    pub fn set_capacity(&self, bytes: u64) -> Result<Notice, CapacityError> {
-        let disk = &self.shared.disk;
-        if bytes == 0 || !bytes.is_multiple_of(PAGE_SIZE as u64) || bytes > disk.zram.size_bytes() {
-            return Err(CapacityError(bytes, disk.zram.size_bytes()));
-        }
-        disk.set_capacity_sectors(bytes / SECTOR_SIZE as u64);
-        Ok(self.shared.channel.tell_config_change())
     }
 
     /// Changes how much the disk may move from now on. A request that waits already asks again within 100 ms.

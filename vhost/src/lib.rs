@@ -46,6 +46,7 @@ mod memory;
 mod poller;
 mod polling;
 mod request;
+mod resize;
 mod ring;
 mod vring;
 mod worker;
@@ -56,5 +57,6 @@ pub use config::{
     ThreadStart,
 };
 pub use counters::{DeviceStatus, Frontend, RequestCounts};
-pub use device::{CapacityError, Device, Endpoint};
+pub use device::{Device, Endpoint};
 pub use limit::{BURST_DEFAULT, BURST_MAX, RateLimit};
+pub use resize::{ResizeError, Resized};

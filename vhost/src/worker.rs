@@ -300,6 +300,7 @@ impl QueueWorker {
         // Whatever the panic left half-done is not used again: this worker does no more until it is stopped.
         if catch_unwind(AssertUnwindSafe(|| work(self))).is_err() {
             self.counters().panics.count();
+            self.counters().turns.end();
             self.break_ring(BrokenRing::Defect);
         }
     }
@@ -369,6 +370,13 @@ impl QueueWorker {
 
     /// Serves some chains. `Break` when there are no more, or on stop.
     fn serve_batch(&mut self, stop: &AtomicBool) -> Result<ControlFlow<()>, BrokenRing> {
+        self.counters().turns.begin();
+        let served = self.serve_some(stop);
+        self.counters().turns.end();
+        served
+    }
+
+    fn serve_some(&mut self, stop: &AtomicBool) -> Result<ControlFlow<()>, BrokenRing> {
         let (count, found) = self.take();
         if self.guest.is_lost() {
             // What was read may be zeroes in place of what the driver wrote.

@@ -163,6 +163,7 @@ fn store(pages: usize, codecs: &Arc<Codecs>) -> (Arc<Zram>, Worker) {
     let zram = Zram::create(&Options {
         name: "bench".into(),
         size_bytes,
+        size_bytes_max: None,
         mem_limit_bytes: None,
         codecs: codecs.clone(),
     })

@@ -80,6 +80,7 @@ fn create_with(slots: usize, mem_limit_bytes: Option<u64>, codecs: Arc<Codecs>) 
     Zram::create(&Options {
         name: "bench".into(),
         size_bytes: (slots * PAGE_SIZE) as u64,
+        size_bytes_max: None,
         mem_limit_bytes,
         codecs,
     })

@@ -90,17 +90,20 @@ impl Zram {
             return Err(AdoptError::NotAPair);
         }
         let pages = head.disk_bytes / PAGE_SIZE as u64;
+        let pages_max = head.content_bytes / size_of::<u64>() as u64;
         let fits = (1..=DISK_BYTES_MAX).contains(&head.disk_bytes)
             && head.disk_bytes.is_multiple_of(PAGE_SIZE as u64)
-            && head.content_bytes == pages * size_of::<u64>() as u64
-            && arena_head.content_bytes == Arena::address_space(pages);
+            && pages <= pages_max
+            && head.content_bytes == pages_max * size_of::<u64>() as u64
+            && pages_max <= DISK_BYTES_MAX / PAGE_SIZE as u64
+            && arena_head.content_bytes == Arena::address_space(pages_max);
         if !fits {
             let sizes = [head.disk_bytes, head.content_bytes, arena_head.content_bytes];
             return Err(AdoptError::Size(sizes[0], sizes[1], sizes[2]));
         }
         let codecs = Codecs::load(&head.algorithms, options.contexts.clone())?;
         let limit = options.mem_limit_bytes;
-        let table = Table::adopt(memory.table, pages)?;
+        let table = Table::adopt(memory.table, pages, pages_max)?;
         let arena = Arena::adopt(memory.arena, arena_head.content_bytes, limit, PARTICIPANTS_MAX)?;
         let contents = rebuild(&table, &arena, &codecs)?;
         let zram = Zram::on(table, arena, codecs, limit);

@@ -148,6 +148,7 @@ fn prepare(wanted: Flags) -> (Arc<Zram>, Worker) {
     let zram = Zram::create(&Options {
         name: "flags".into(),
         size_bytes: 256 * PAGE_SIZE as u64,
+        size_bytes_max: None,
         mem_limit_bytes: None,
         codecs: Arc::new(codecs),
     })

@@ -9,8 +9,9 @@
 //!  16  id of the store, u128    56  length of the text behind it, u32; the algorithms as text
 //! ```
 //!
-//! It is written once, before anything else of the file, and does not change. Table and arena of one store have the same
-//! id. There are offsets in both files and no pointers, so any process can map them anywhere.
+//! It is written before anything else of the file, and of it only the bytes of the disk change, in the table's: in one
+//! call, so that a kill leaves one or the other. The arena's are those of the beginning. Table and arena of one store have
+//! the same id. There are offsets in both files and no pointers, so any process can map them anywhere.
 
 use crate::region::OS_PAGE_SIZE;
 use crate::slot::GRANULE_SIZE;

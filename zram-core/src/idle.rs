@@ -109,7 +109,7 @@ mod tests {
     }
 
     fn table(words: &[u64]) -> Table {
-        let table = Table::new("idle", words.len() as u64, &[0; OS_PAGE_SIZE]).unwrap();
+        let table = Table::new("idle", words.len() as u64, words.len() as u64, &[0; OS_PAGE_SIZE]).unwrap();
         for (index, &word) in words.iter().enumerate() {
             let _ = table.swap(SlotIndex(index as u32), word);
         }

@@ -6,6 +6,7 @@
 //! | `clean`, `upkeep` | what is done beside requests: moving objects together, giving memory back; never in the way |
 //! | `recompress` | what was stored quickly is stored again with less; the old object serves until the new one is there |
 //! | `idle` | when a page was last used: to ten seconds at first, to a day in the end |
+//! | `resize` | another size in use: nothing moves, and a kill leaves the old size or the new |
 //! | `adopt`, `head` | another process takes over what one left, with all that was published |
 //! | `slot`, `table` | what a page is, in one word; a slot changes by one atomic step |
 //! | `epoch` | what a reader found in a slot stays readable until it is done |
@@ -14,7 +15,7 @@
 //! | `stats` | zram's counters with zram's meanings |
 //! | `page`, `region`, `sync` | beneath them all: 4 KiB, mappings, primitives |
 //!
-//! `unsafe` lives in `region`, `arena` and the files of `codec` that call C; `zram`, `worker`, `clean` and `recompress`
+//! `unsafe` lives in `region`, `arena`, a line of `table` and the files of `codec` that call C; `zram`, `worker`, `clean` and `recompress`
 //! keep the three promises of the first two (a word was loaded under its guard; it is freed after its grace period; once).
 
 #[cfg(not(loom))]
@@ -54,6 +55,8 @@ mod recompress;
 #[cfg(not(loom))]
 mod region;
 #[cfg(not(loom))]
+mod resize;
+#[cfg(not(loom))]
 mod sample;
 #[cfg(not(loom))]
 mod slot;
@@ -88,6 +91,8 @@ pub use idle::IdleMark;
 pub use page::{PAGE_SIZE, Page, SECTOR_SIZE, SECTORS_PER_PAGE};
 #[cfg(not(loom))]
 pub use recompress::{RecompressError, RecompressOptions, RecompressType, Recompressed};
+#[cfg(not(loom))]
+pub use resize::ResizeError;
 #[cfg(not(loom))]
 pub use slot::SlotIndex;
 #[cfg(not(loom))]

@@ -30,6 +30,7 @@ fn create(mem_limit_bytes: Option<u64>) -> Arc<Zram> {
     let options = Options {
         name: "pause".into(),
         size_bytes: u64::from(SLOTS) * PAGE_SIZE as u64,
+        size_bytes_max: None,
         mem_limit_bytes,
         codecs: two_algorithms(),
     };

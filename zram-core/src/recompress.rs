@@ -97,6 +97,8 @@ struct Run<'a> {
     id: ParticipantId,
     retired: Retired,
     page: Box<Page>,
+    /// Those that the disk had when the run began.
+    slots: u64,
     /// One bit a slot: a page that got smaller comes by again among the smaller ones. Zeroes that nothing touches cost
     /// no memory.
     tried: Vec<u64>,
@@ -124,13 +126,15 @@ impl Zram {
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => return Err(RecompressError::Busy),
         };
+        let slots = self.table.slots();
         let mut run = Run {
             zram: self,
             options: *options,
             id: self.epochs.join().ok_or(RecompressError::Workers)?,
             retired: Retired::default(),
             page: Page::zeroed(),
-            tried: vec![0; self.table.slots().div_ceil(64) as usize],
+            slots,
+            tried: vec![0; slots.div_ceil(64) as usize],
             done: Recompressed::default(),
             slice: Instant::now(),
         };
@@ -151,13 +155,13 @@ impl Run<'_> {
     fn all(&mut self) {
         let zram = self.zram;
         let mut counts = [0_u64; PAGE_SIZE.div_ceil(LENGTH_STEP)];
-        for (_, word) in zram.table.walk(0..zram.table.slots()) {
+        for (_, word) in zram.table.walk(0..self.slots) {
             if let Some(len) = self.length_to_try(word) {
                 counts[(len - 1) / LENGTH_STEP] += 1;
             }
         }
         for step in (0..counts.len()).rev().filter(|&step| counts[step] != 0) {
-            for (index, hint) in zram.table.walk(0..zram.table.slots()) {
+            for (index, hint) in zram.table.walk(0..self.slots) {
                 if self
                     .length_to_try(hint)
                     .is_none_or(|len| (len - 1) / LENGTH_STEP != step)

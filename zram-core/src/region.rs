@@ -93,6 +93,14 @@ impl Mapping {
         }
     }
 
+    /// Writes another head, in one call, of which a kill leaves nothing half done.
+    pub(crate) fn write_head(&self, head: &[u8; OS_PAGE_SIZE]) -> io::Result<()> {
+        match pwrite(self.file()?, head, 0)? {
+            OS_PAGE_SIZE => Ok(()),
+            _ => Err(io::ErrorKind::WriteZero.into()),
+        }
+    }
+
     fn shared(memfd: OwnedFd, len: usize) -> io::Result<Mapping> {
         let (protection, flags) = (
             ProtFlags::READ | ProtFlags::WRITE,
@@ -163,7 +171,7 @@ impl Mapping {
     /// Gives the host back what lies behind a range of OS pages of a memfd; it reads as zeroes afterwards.
     ///
     /// # Safety
-    /// Nobody has a reference to any byte of the range.
+    /// Nobody has a reference to any byte of the range, other than as an atomic.
     pub(crate) unsafe fn punch_hole(&self, offset: usize, len: usize) -> io::Result<()> {
         let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         Ok(fallocate(self.file()?, mode, HEAD_SIZE + offset as u64, len as u64)?)

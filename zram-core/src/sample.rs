@@ -46,6 +46,7 @@ mod tests {
         let zram = Zram::create(&Options {
             name: "sampled".into(),
             size_bytes: 16 << 20,
+            size_bytes_max: None,
             mem_limit_bytes: None,
             codecs: Codecs::alone(&Algorithm::default()).unwrap(),
         })

@@ -22,23 +22,23 @@ const BITS: u64 = u64::BITS as u64;
 
 #[derive(Debug)]
 pub(crate) struct Table {
-    slots: u64,
+    /// Those of the disk now. Who looks at others finds them empty: the words are there up to `slots_max`.
+    slots: AtomicU64,
+    slots_max: u64,
     words: Mapping,
     /// One bit for each OS page of `words`.
     touched: Mapping,
 }
 
 impl Table {
-    pub(crate) fn new(name: &str, slots: u64, head: &[u8; OS_PAGE_SIZE]) -> io::Result<Table> {
-        Table::on(
-            slots,
-            Mapping::memfd(&format!("zram-table-{name}"), table_len(slots), head)?,
-        )
+    pub(crate) fn new(name: &str, slots: u64, slots_max: u64, head: &[u8; OS_PAGE_SIZE]) -> io::Result<Table> {
+        let words = Mapping::memfd(&format!("zram-table-{name}"), table_len(slots_max), head)?;
+        Table::on(slots, slots_max, words)
     }
 
     /// The table that another process left in `memfd`, with what it holds.
-    pub(crate) fn adopt(memfd: OwnedFd, slots: u64) -> io::Result<Table> {
-        let table = Table::on(slots, Mapping::adopt(memfd, table_len(slots))?)?;
+    pub(crate) fn adopt(memfd: OwnedFd, slots: u64, slots_max: u64) -> io::Result<Table> {
+        let table = Table::on(slots, slots_max, Mapping::adopt(memfd, table_len(slots_max))?)?;
         for range in table.words.populated_ranges()? {
             for os_page in range.start / OS_PAGE_SIZE..range.end.div_ceil(OS_PAGE_SIZE) {
                 table.touch(SlotIndex((os_page as u64 * SLOTS_PER_OS_PAGE) as u32));
@@ -47,10 +47,11 @@ impl Table {
         Ok(table)
     }
 
-    fn on(slots: u64, words: Mapping) -> io::Result<Table> {
-        let os_pages = slots.div_ceil(SLOTS_PER_OS_PAGE);
+    fn on(slots: u64, slots_max: u64, words: Mapping) -> io::Result<Table> {
+        let os_pages = slots_max.div_ceil(SLOTS_PER_OS_PAGE);
         Ok(Table {
-            slots,
+            slots: AtomicU64::new(slots),
+            slots_max,
             words,
             touched: Mapping::anonymous(os_pages.div_ceil(BITS) as usize * size_of::<u64>())?,
         })
@@ -61,7 +62,34 @@ impl Table {
     }
 
     pub(crate) fn slots(&self) -> u64 {
-        self.slots
+        self.slots.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn slots_max(&self) -> u64 {
+        self.slots_max
+    }
+
+    /// Relaxed: whoever may use new slots hears of them in another way, and finds them empty.
+    pub(crate) fn set_slots(&self, slots: u64) {
+        assert!(slots <= self.slots_max);
+        self.slots.store(slots, Ordering::Relaxed);
+    }
+
+    /// Gives the host the memory of empty slots that nobody uses any more, in whole OS pages.
+    pub(crate) fn forget(&self, slots: Range<u64>) {
+        let os_pages = slots.start.div_ceil(SLOTS_PER_OS_PAGE)..slots.end.div_ceil(SLOTS_PER_OS_PAGE);
+        for os_page in os_pages {
+            let index = SlotIndex((os_page * SLOTS_PER_OS_PAGE) as u32);
+            let (word, bit) = self.touched_bit(index);
+            if word.load(Ordering::Relaxed) & bit == 0 {
+                continue;
+            }
+            word.fetch_and(!bit, Ordering::Relaxed);
+            // What is not given back costs a page of host memory, and is empty all the same.
+            let offset = os_page as usize * OS_PAGE_SIZE;
+            // SAFETY: the table hands out atomics only; to them it is a store of the zeroes that they hold already.
+            let _ = unsafe { self.words.punch_hole(offset, OS_PAGE_SIZE) };
+        }
     }
 
     /// Bytes of host memory behind the table.
@@ -117,9 +145,9 @@ impl Table {
     /// The slots of `range` that may hold something: those on touched table pages.
     pub(crate) fn touched_slots(&self, range: Range<u64>) -> impl Iterator<Item = SlotIndex> + '_ {
         assert!(
-            range.start <= range.end && range.end <= self.slots,
+            range.start <= range.end && range.end <= self.slots_max,
             "slots {range:?} of {}",
-            self.slots
+            self.slots_max
         );
         let os_pages = range.start / SLOTS_PER_OS_PAGE..range.end.div_ceil(SLOTS_PER_OS_PAGE);
         let touched = TouchedPages {
@@ -143,7 +171,12 @@ impl Table {
     }
 
     fn word(&self, index: SlotIndex) -> &AtomicU64 {
-        assert!(u64::from(index.0) < self.slots, "slot {} of {}", index.0, self.slots);
+        assert!(
+            u64::from(index.0) < self.slots_max,
+            "slot {} of {}",
+            index.0,
+            self.slots_max
+        );
         &self.words.words()[index.0 as usize]
     }
 
@@ -206,7 +239,7 @@ mod tests {
 
     #[test]
     fn reading_a_table_touches_nothing() {
-        let table = Table::new("test", 1 << 28, &[0; OS_PAGE_SIZE]).unwrap(); // a disk of 1 TiB
+        let table = Table::new("test", 1 << 28, 1 << 28, &[0; OS_PAGE_SIZE]).unwrap(); // a disk of 1 TiB
         for index in (0..1 << 28).step_by(99_999) {
             assert_eq!(table.load(SlotIndex(index)), Slot::EMPTY);
         }
@@ -217,7 +250,7 @@ mod tests {
 
     #[test]
     fn only_touched_pages_are_walked_and_ends_are_exact() {
-        let table = Table::new("test", 1 << 20, &[0; OS_PAGE_SIZE]).unwrap();
+        let table = Table::new("test", 1 << 20, 1 << 20, &[0; OS_PAGE_SIZE]).unwrap();
         for index in [3, 70_000, 999_999] {
             assert_eq!(table.swap(SlotIndex(index), 7 << 60), Slot::EMPTY);
         }
@@ -232,7 +265,7 @@ mod tests {
 
     #[test]
     fn a_lost_compare_exchange_says_what_it_found() {
-        let table = Table::new("test", 1, &[0; OS_PAGE_SIZE]).unwrap();
+        let table = Table::new("test", 1, 1, &[0; OS_PAGE_SIZE]).unwrap();
         assert_eq!(table.compare_exchange(SlotIndex(0), Slot::EMPTY, 5 << 60), Ok(()));
         assert_eq!(table.compare_exchange(SlotIndex(0), Slot::EMPTY, 6 << 60), Err(5 << 60));
         assert_eq!(table.load(SlotIndex(0)), 5 << 60);

@@ -45,6 +45,9 @@ pub struct Options {
     pub name: String,
     /// Bytes: a multiple of 4,096, up to [`DISK_BYTES_MAX`], not 0.
     pub size_bytes: u64,
+    /// The largest size that [`Zram::grow`] can give it, in bytes like the size; `None`: it does not grow. Address space
+    /// for it is reserved.
+    pub size_bytes_max: Option<u64>,
     /// The most host memory that pages may hold, in bytes: at least [`MEM_LIMIT_MIN`], used in whole segments.
     pub mem_limit_bytes: Option<u64>,
     /// How pages are compressed.
@@ -94,7 +97,6 @@ pub struct ContextBytes {
 
 /// One disk's content. Shared by its workers, which do all reading and writing.
 pub struct Zram {
-    size_bytes: u64,
     pub(crate) codecs: Arc<Codecs>,
     /// Bytes, 0 when there is none.
     mem_limit: AtomicU64,
@@ -110,6 +112,8 @@ pub struct Zram {
     /// Whoever cleans has it. No request ever waits for it.
     pub(crate) cleaner: Mutex<Cleaner>,
     pub(crate) sleeper: Sleeper,
+    /// Held while the size changes.
+    pub(crate) resizing: Mutex<()>,
     /// Held by a run of recompression.
     pub(crate) recompressing: Mutex<()>,
     /// What a worker's stream takes; 0 until there was one.
@@ -124,7 +128,7 @@ pub struct Zram {
 impl std::fmt::Debug for Zram {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Zram")
-            .field("size_bytes", &self.size_bytes)
+            .field("size_bytes", &self.size_bytes())
             .field("codecs", &self.codecs)
             .finish_non_exhaustive()
     }
@@ -134,25 +138,28 @@ impl Zram {
     /// An empty disk. Costs address space and some KiB, whatever its size.
     pub fn create(options: &Options) -> Result<Arc<Zram>, CreateError> {
         let size = options.size_bytes;
-        if size == 0 || size > DISK_BYTES_MAX || !size.is_multiple_of(PAGE_SIZE as u64) {
-            return Err(CreateError::Size(size));
+        let size_max = options.size_bytes_max.unwrap_or(size);
+        for bytes in [size, size_max] {
+            if bytes < size || bytes == 0 || bytes > DISK_BYTES_MAX || !bytes.is_multiple_of(PAGE_SIZE as u64) {
+                return Err(CreateError::Size(bytes));
+            }
         }
         check_mem_limit(options.mem_limit_bytes)?;
-        let pages = size / PAGE_SIZE as u64;
+        let [pages, pages_max] = [size, size_max].map(|bytes| bytes / PAGE_SIZE as u64);
         let mut id = [0; size_of::<u128>()];
         getrandom(&mut id, GetRandomFlags::empty()).map_err(|error| CreateError::Map(error.into()))?;
-        let space = Arena::address_space(pages);
+        let space = Arena::address_space(pages_max);
         let head = Head {
             id: u128::from_ne_bytes(id),
             disk_bytes: size,
-            content_bytes: pages * size_of::<u64>() as u64,
+            content_bytes: pages_max * size_of::<u64>() as u64,
             algorithms: options.codecs.to_string(),
         };
         let arena_head = Head {
             content_bytes: space,
             ..head.clone()
         };
-        let table = Table::new(&options.name, pages, &head.encode(Part::Table)).map_err(CreateError::Map)?;
+        let table = Table::new(&options.name, pages, pages_max, &head.encode(Part::Table)).map_err(CreateError::Map)?;
         let limit = options.mem_limit_bytes;
         let arena = Arena::new(
             &options.name,
@@ -169,7 +176,6 @@ impl Zram {
         let epochs = Epochs::new(PARTICIPANTS_MAX);
         let cleaner = Cleaner::new(epochs.join().expect("nobody else has joined"));
         Zram {
-            size_bytes: table.slots() * PAGE_SIZE as u64,
             codecs,
             mem_limit: AtomicU64::new(mem_limit.unwrap_or(0)),
             table,
@@ -181,6 +187,7 @@ impl Zram {
             has_orphans: AtomicBool::new(false),
             cleaner: Mutex::new(cleaner),
             sleeper: Sleeper::default(),
+            resizing: Mutex::new(()),
             recompressing: Mutex::new(()),
             stream_bytes: AtomicU64::new(0),
             created: Instant::now(),
@@ -191,7 +198,7 @@ impl Zram {
 
     /// Bytes of the disk.
     pub fn size_bytes(&self) -> u64 {
-        self.size_bytes
+        self.table.slots() * PAGE_SIZE as u64
     }
 
     /// The algorithms by priority, and the decompression contexts.

@@ -25,6 +25,7 @@ fn create() -> Arc<Zram> {
     let options = Options {
         name: "adopt".into(),
         size_bytes: u64::from(SLOTS) * PAGE_SIZE as u64,
+        size_bytes_max: None,
         mem_limit_bytes: None,
         codecs: Codecs::alone(&"lz4".parse().unwrap()).unwrap(),
     };

@@ -20,6 +20,7 @@ fn create_named(name: &str, mem_limit_bytes: Option<u64>) -> Arc<Zram> {
     let options = Options {
         name: name.into(),
         size_bytes: u64::from(SLOTS) * PAGE_SIZE as u64,
+        size_bytes_max: None,
         mem_limit_bytes,
         codecs: Codecs::alone(&"lz4".parse().unwrap()).unwrap(),
     };

@@ -12,6 +12,7 @@ fn create(size_bytes: u64) -> Arc<Zram> {
     let options = Options {
         name: "footprint".into(),
         size_bytes,
+        size_bytes_max: None,
         mem_limit_bytes: None,
         codecs: Codecs::alone(&"lz4".parse().unwrap()).unwrap(),
     };

@@ -80,6 +80,7 @@ fn create(pages: u64, mem_limit_bytes: Option<u64>, algorithm: &str) -> Arc<Zram
     Zram::create(&Options {
         name: "model".into(),
         size_bytes,
+        size_bytes_max: None,
         mem_limit_bytes,
         codecs,
     })

@@ -20,6 +20,7 @@ fn create(primary: &str, secondary: [Option<&str>; 3]) -> Arc<Zram> {
     Zram::create(&Options {
         name: "recompress".into(),
         size_bytes: u64::from(SLOTS) * PAGE_SIZE as u64,
+        size_bytes_max: None,
         mem_limit_bytes: None,
         codecs: Arc::new(codecs),
     })

@@ -27,6 +27,7 @@ fn zram() -> Arc<Zram> {
     Zram::create(&Options {
         name: "fuzz".to_string(),
         size_bytes: DISK_BYTES,
+        size_bytes_max: None,
         mem_limit_bytes: None,
         codecs: Codecs::alone(&Algorithm::default()).expect("memory for lz4"),
     })

@@ -69,6 +69,7 @@ impl Rig {
         let options = Options {
             name: "story".to_string(),
             size_bytes,
+            size_bytes_max: Some(2 * size_bytes),
             mem_limit_bytes: None,
             codecs: Codecs::alone(&Algorithm::default()).unwrap(),
         };

@@ -196,35 +196,55 @@ fn what_cannot_be_understood_is_refused_in_words_before_the_end() {
 }
 
 #[test]
-fn a_change_of_capacity_is_told_and_takes_effect() {
+fn a_change_of_the_size_is_told_and_takes_effect() {
+    const KIB: u64 = 1 << 10;
     let rig = rig();
-    assert_eq!(rig.device().set_capacity(512 << 10), Ok(Notice::NoFrontend));
+    let resize = |bytes: u64| rig.device().resize(bytes).map(|resized| resized.notice);
+    assert_eq!(resize(512 * KIB).unwrap(), Some(Notice::NoFrontend));
     let mut client = rig.client();
     let capacity = |client: &mut Client| {
         let flags = vhost::vhost_user::message::VhostUserConfigFlags::empty();
         let config = client.frontend.get_config(0, 8, flags, &[0; 8]).unwrap().1;
         u64::from_le_bytes(config[..].try_into().unwrap()) * 512
     };
-    assert_eq!(capacity(&mut client), 512 << 10);
-    assert_eq!(rig.device().set_capacity(1 << 20), Ok(Notice::NoChannel));
+    assert_eq!(capacity(&mut client), 512 * KIB);
+    assert_eq!(resize(1024 * KIB).unwrap(), Some(Notice::NoChannel));
     let (ours, mut theirs) = UnixStream::pair().unwrap();
     client.frontend.set_backend_request_fd(&ours).unwrap();
     drop(ours);
     let mut queue = client.start_queue(0);
-    queue.write(1024, &page(1));
-    assert_eq!(rig.device().set_capacity(512 << 10), Ok(Notice::Told));
-    let mut message = [0; 12];
-    theirs.read_exact(&mut message).unwrap();
-    assert_eq!(message[..], words(&[2, 1, 0]));
-    assert_eq!(capacity(&mut client), 512 << 10);
+    let told = |theirs: &mut UnixStream| {
+        let mut message = [0; 12];
+        theirs.read_exact(&mut message).unwrap();
+        assert_eq!(message[..], words(&[2, 1, 0]));
+    };
+    assert_eq!(resize(2048 * KIB).unwrap(), Some(Notice::Told));
+    told(&mut theirs);
+    assert_eq!(capacity(&mut client), 2048 * KIB);
+    queue.write(2048, &page(1));
+    assert_eq!(queue.request(IN, 2048, &[], 4096), (OK, 4097));
+
+    let error = resize(512 * KIB).unwrap_err().to_string();
+    assert!(
+        error.contains("1 pages behind that hold data") && error.contains("1052672"),
+        "{error}"
+    );
+    assert_eq!(capacity(&mut client), 2048 * KIB);
+    assert_eq!(queue.request(IN, 2048, &[], 4096), (OK, 4097));
+    let zeroes = vec![0; 4096];
+    queue.write(2048, &zeroes);
+    assert_eq!(resize(512 * KIB).unwrap(), Some(Notice::Told));
+    told(&mut theirs);
+    assert_eq!(capacity(&mut client), 512 * KIB);
     assert_eq!(queue.request(IN, 1024, &[], 4096), (IOERR, 1));
+    assert_eq!(resize(512 * KIB).unwrap(), None, "it has that size");
     for wrong in [0, 4095, 1 << 40] {
-        assert!(rig.device().set_capacity(wrong).is_err(), "{wrong}");
+        assert!(resize(wrong).is_err(), "{wrong}");
     }
     drop(client);
     rig.wait_for_queues(0);
     wait_until("the channel is closed", || {
-        theirs.read(&mut message).is_ok_and(|bytes| bytes == 0)
+        theirs.read(&mut [0; 12]).is_ok_and(|bytes| bytes == 0)
     });
 }
 
