@@ -9,13 +9,14 @@ use serde::Serialize;
 use serde_json::Value;
 use zram_core::{
     Algorithm, ArenaReport, Compacted, DICTIONARY_BYTES_MAX, DICTIONARY_BYTES_MIN, HeapReport, HoleClass, IdleMark,
-    RecompressError, RecompressOptions, RecompressType,
+    PAGE_SIZE, RecompressError, RecompressOptions, RecompressType,
 };
+use zram_vhost::{Notice, Resized};
 
 use crate::disk::Disk;
 use crate::protocol::{
     Arena, CompactReport, DictionaryReport, ErrorBody, Heap, Holes, IdleReport, IoStat, MmStat, PROTOCOL_VERSION,
-    RecompressReport, Refusal, Request, Version,
+    RecompressReport, Refusal, Request, ResizeReport, Version,
 };
 use crate::{settings, training};
 
@@ -44,12 +45,12 @@ fn parse(line: &[u8], disk: &Disk) -> Result<Request, ErrorBody> {
             &format!("{name:?} is not here; the disk here is {:?}", disk.name()),
         ));
     }
-    let takes_values = ["set", "idle", "recompress"].contains(&request.command.as_str());
+    let takes_values = ["set", "resize", "idle", "recompress"].contains(&request.command.as_str());
     // All that train-dict takes has a default.
     if request.values.is_some() != takes_values && request.command != "train-dict" {
         return Err(error(
             "bad-request",
-            "\"values\" go with the commands set, idle, recompress and train-dict, and only with them",
+            "\"values\" go with the commands set, resize, idle, recompress and train-dict, and only with them",
         ));
     }
     Ok(request)
@@ -71,11 +72,12 @@ fn respond(request: &Request, disk: &Disk) -> Result<Vec<u8>, ErrorBody> {
         "arena" => reply(&arena(disk)),
         "compact" => reply(&compact(disk)),
         "set" => reply(&settings::set(disk, request.values.as_ref())?),
+        "resize" => reply(&resize(disk, request.values.iter().flatten())?),
         "idle" => reply(&idle(disk, request.values.iter().flatten())?),
         "recompress" => reply(&recompress(disk, request.values.iter().flatten())?),
         "train-dict" => reply(&train_dictionary(disk, request.values.iter().flatten())?),
         other => {
-            let known = "version, stats, mm-stat, io-stat, arena, compact, set, idle, recompress, train-dict";
+            let known = "version, stats, mm-stat, io-stat, arena, compact, set, resize, idle, recompress, train-dict";
             return Err(error("unknown-command", &format!("{other:?} is none of {known}")));
         }
     })
@@ -85,6 +87,45 @@ type Values<'a> = std::iter::Flatten<std::option::Iter<'a, serde_json::Map<Strin
 
 fn wrong_value(key: &str, value: &Value, allowed: &str) -> ErrorBody {
     error("bad-value", &format!("{key} {value}: {allowed}"))
+}
+
+/// Changes the size: `size` in bytes.
+fn resize(disk: &Disk, values: Values<'_>) -> Result<ResizeReport, ErrorBody> {
+    let mut size = None;
+    for (key, value) in values {
+        if key != "size" {
+            return Err(error(
+                "unknown-key",
+                &format!("{key:?} is no value of resize; it takes size"),
+            ));
+        }
+        let bytes = value.as_u64().filter(|&bytes| bytes != 0);
+        size = Some(bytes.ok_or_else(|| wrong_value(key, value, "allowed is a number of bytes, from 1"))?);
+    }
+    let size = size.ok_or_else(|| error("bad-value", "resize takes size, in bytes"))?;
+    let size = size.checked_next_multiple_of(PAGE_SIZE as u64).unwrap_or(size);
+    let Resized { bytes_before, notice } = disk
+        .resize(size)
+        .map_err(|cause| error("not-resized", &format!("size {size}: {cause}")))?;
+    if notice.is_some() {
+        tracing::info!(
+            disk = disk.name(),
+            "the size is {size} bytes now, it was {bytes_before}"
+        );
+    }
+    Ok(ResizeReport {
+        name: disk.name().into(),
+        disksize_before: bytes_before,
+        disksize: size,
+        notice: match notice {
+            None => "unchanged",
+            Some(Notice::Told) => "told",
+            Some(Notice::NoFrontend) => "no-frontend",
+            Some(Notice::NoChannel) => "no-channel",
+            Some(Notice::Unread) => "unread",
+        }
+        .into(),
+    })
 }
 
 /// Marks pages as idle: `age` in seconds, or null for all.

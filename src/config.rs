@@ -27,6 +27,10 @@ const QUEUE_SIZE_MIN: u16 = 2;
 /// By measurement, driver and worker on a core each: a lone read takes 22 us instead of 41, and 23 us of CPU instead of 32.
 const POLL_US_DEFAULT: u16 = 50;
 
+/// How far a disk can grow when nobody says how far.
+const SIZE_MAX_FACTOR: u64 = 8;
+const SIZE_MAX_LEAST: u64 = 256 << 30;
+
 /// Everything the daemon was told, valid.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
@@ -39,6 +43,10 @@ pub struct Config {
     pub size_bytes_asked: u64,
     /// `size_bytes_asked` rounded up to whole pages.
     pub size_bytes: u64,
+    /// The largest size that the disk can be given later. Bytes, whole pages, `size_bytes` to 16 TiB.
+    pub size_bytes_max: u64,
+    /// Whether that was said, and is no default.
+    pub size_max_is_asked: bool,
     /// Host memory for the data. Bytes, 256 KiB to 16 TiB; `None` is no limit.
     pub mem_limit_bytes: Option<u64>,
     /// Whether slot table and arena are kept out of the host's swap.
@@ -150,6 +158,13 @@ struct Arguments {
     /// This is not memory: a page costs some only once it was written.
     #[arg(long, value_name = "SIZE", allow_negative_numbers = true, value_parser = disk_size)]
     size: u64,
+
+    /// The largest size that vzramctl resize can give the disk [default: 8 times --size, at least 256G]
+    ///
+    /// Written like --size, up to 16T. Address space for it is reserved, which costs no memory. With --memory-lock the
+    /// default is --size, since the limit of locked memory has to cover all address space.
+    #[arg(long, value_name = "SIZE", allow_negative_numbers = true, value_parser = disk_size)]
+    size_max: Option<u64>,
 
     /// The most host memory the disk's data may take, at least 256K [default: no limit]
     ///
@@ -330,11 +345,24 @@ impl Config {
             (EndpointConfig::Path(path, _), None) => Some(default_name(path)),
             (EndpointConfig::Inherited(_), None) => None,
         };
+        let size_bytes = arguments.size.next_multiple_of(PAGE_SIZE as u64);
+        let size_bytes_max = match arguments.size_max.map(|size| size.next_multiple_of(PAGE_SIZE as u64)) {
+            Some(max) if max < size_bytes => {
+                return Err(format!("--size-max {max}: it is at least --size, {size_bytes}"));
+            }
+            Some(max) => max,
+            None if arguments.memory_lock => size_bytes,
+            None => size_bytes
+                .saturating_mul(SIZE_MAX_FACTOR)
+                .clamp(SIZE_MAX_LEAST, DISK_BYTES_MAX),
+        };
         Ok(Config {
             endpoint,
             name,
             size_bytes_asked: arguments.size,
-            size_bytes: arguments.size.next_multiple_of(PAGE_SIZE as u64),
+            size_bytes,
+            size_bytes_max,
+            size_max_is_asked: arguments.size_max.is_some(),
             mem_limit_bytes: arguments.mem_limit,
             memory_lock: arguments.memory_lock,
             algorithm: arguments.algorithm,

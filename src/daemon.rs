@@ -92,7 +92,7 @@ impl Daemon {
         let signals =
             Signals::register().map_err(|error| Failure::new(format!("signals cannot be handled: {error}")))?;
         host::raise_descriptor_limit();
-        host::check_file_size_limit(config.size_bytes).map_err(Failure::new)?;
+        let size_bytes_max = host::largest_size(config).map_err(Failure::new)?;
         if let Some(cpus) = &config.cpus {
             cpus.check()
                 .map_err(|message| Failure::new(format!("--cpus: {message}")))?;
@@ -119,7 +119,7 @@ impl Daemon {
         let zram = Zram::create(&Options {
             name: name.clone(),
             size_bytes: config.size_bytes,
-            size_bytes_max: None,
+            size_bytes_max: Some(size_bytes_max),
             mem_limit_bytes: config.mem_limit_bytes,
             codecs,
         })

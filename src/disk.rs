@@ -5,7 +5,7 @@ use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use zram_core::{UpkeepThread, Zram};
-use zram_vhost::{Device, DeviceStatus, RateLimit, RequestCounts};
+use zram_vhost::{Device, DeviceStatus, RateLimit, RequestCounts, Resized};
 
 use crate::protocol::{ContextBytes, DiskStats, Frontend, RecompressAlgorithm, Requests, SandboxStatus};
 use crate::sandbox::{Kind, Sandbox};
@@ -86,6 +86,18 @@ impl Disk {
         }
     }
 
+    /// Changes the size, in bytes, and tells the frontend. Holds up nobody but whoever else asks the device something.
+    pub fn resize(&self, bytes: u64) -> Result<Resized, String> {
+        let resizer = self
+            .device
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .as_ref()
+            .map(Device::resizer);
+        let resizer = resizer.ok_or("the disk is not served any more")?;
+        resizer.resize(bytes).map_err(|error| error.to_string())
+    }
+
     /// All numbers.
     pub fn stats(&self) -> DiskStats {
         let stats = self.zram.stats();
@@ -105,6 +117,7 @@ impl Disk {
         DiskStats {
             name: self.name.clone(),
             disksize: self.zram.size_bytes(),
+            disksize_max: self.zram.size_bytes_max(),
             algorithm: self.zram.algorithm().to_string(),
             recompress_algorithms: self
                 .zram

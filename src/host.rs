@@ -16,19 +16,28 @@ pub fn raise_descriptor_limit() {
     raise(Resource::Nofile);
 }
 
-/// A memfd counts as a file, and one that grows past the limit of file sizes is worth a signal to the kernel.
-pub fn check_file_size_limit(size_bytes: u64) -> Result<(), String> {
+/// The largest size that the disk can be given. A memfd counts as a file, and one that grows past the limit of file sizes
+/// is worth a signal to the kernel. Where the limit is lower than `--size-max` by default, the disk cannot grow.
+pub fn largest_size(config: &Config) -> Result<u64, String> {
     raise(Resource::Fsize);
-    let need = Zram::memory_file_bytes(size_bytes);
-    match getrlimit(Resource::Fsize).current {
-        Some(limit) if limit < need => Err(format!(
-            "the limit of file sizes (RLIMIT_FSIZE, ulimit -f) is {}, and this disk needs {}, for shared memory counts as a \
-             file, used or not: raise it (LimitFSIZE=infinity in a systemd unit)",
-            human_long(limit),
-            human_long(need)
-        )),
-        _ => Ok(()),
+    let limit = getrlimit(Resource::Fsize).current.unwrap_or(u64::MAX);
+    let need = |size_bytes| Zram::memory_file_bytes(size_bytes);
+    if need(config.size_bytes_max) <= limit {
+        return Ok(config.size_bytes_max);
     }
+    if !config.size_max_is_asked && need(config.size_bytes) <= limit {
+        return Ok(config.size_bytes);
+    }
+    let (size, option) = match config.size_max_is_asked {
+        true => (config.size_bytes_max, "--size-max"),
+        false => (config.size_bytes, "this disk"),
+    };
+    Err(format!(
+        "the limit of file sizes (RLIMIT_FSIZE, ulimit -f) is {}, and {option} needs {}, for shared memory counts as a \
+         file, used or not: raise it (LimitFSIZE=infinity in a systemd unit)",
+        human_long(limit),
+        human_long(need(size))
+    ))
 }
 
 /// Keeps slot table and arena out of the host's swap.

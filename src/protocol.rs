@@ -14,12 +14,12 @@ pub const REQUEST_BYTES_MAX: usize = 4096;
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Request {
-    /// `version`, `stats`, `mm-stat`, `io-stat`, `arena`, `compact`, `set`, `idle`, `recompress` or `train-dict`.
+    /// `version`, `stats`, `mm-stat`, `io-stat`, `arena`, `compact`, `set`, `resize`, `idle`, `recompress` or `train-dict`.
     pub command: String,
     /// The name of the disk that is meant. Without it, the daemon's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub disk: Option<String>,
-    /// For `set`, `idle`, `recompress` and `train-dict` only: values by their keys.
+    /// For `set`, `resize`, `idle`, `recompress` and `train-dict` only: values by their keys.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub values: Option<Map<String, Value>>,
 }
@@ -82,6 +82,20 @@ pub struct CompactReport {
     pub mem_used_before: u64,
     /// `mem_used_total` after. Guests go on writing meanwhile.
     pub mem_used_total: u64,
+}
+
+/// The answer to `resize`. Sizes are in bytes.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct ResizeReport {
+    /// The disk's name.
+    pub name: String,
+    /// Before.
+    pub disksize_before: u64,
+    /// Now.
+    pub disksize: u64,
+    /// `told`: the frontend was, and tells the guest. `no-channel`, `unread`: it takes no notices, or does not read them,
+    /// and sees the size when it connects again. `no-frontend`: none is connected. `unchanged`: there was nothing to tell.
+    pub notice: String,
 }
 
 /// The answer to `train-dict`. Sizes are in bytes.
@@ -182,6 +196,9 @@ pub struct DiskStats {
     pub name: String,
     /// Size of the disk as the guest sees it.
     pub disksize: u64,
+    /// The largest size that `resize` can give it.
+    #[serde(default)]
+    pub disksize_max: u64,
     /// As the `--algorithm` option takes it.
     pub algorithm: String,
     /// What `recompress` can use.

@@ -19,11 +19,11 @@ use vhost_user_zram::dictionary_file;
 use vhost_user_zram::picture;
 use vhost_user_zram::protocol::{
     Arena, CompactReport, DictionaryReport, DiskStats, IdleReport, IoStat, MmStat, RecompressReport, Refusal, Request,
-    Settings,
+    ResizeReport, Settings,
 };
 use vhost_user_zram::size::{self, human};
 use vhost_user_zram::training::from_hex;
-use zram_core::{Algorithm, DICTIONARY_BYTES_MAX, DICTIONARY_BYTES_MIN};
+use zram_core::{Algorithm, DICTIONARY_BYTES_MAX, DICTIONARY_BYTES_MIN, DISK_BYTES_MAX};
 
 /// A daemon answers in microseconds; one that takes this long is stuck or stopped.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -81,6 +81,19 @@ enum Command {
         /// mem-limit=SIZE, iops-limit=N, bandwidth-limit=SIZE, limit-burst-ms=N or mem-used-max=0
         #[arg(value_name = "KEY=VALUE", required = true, value_parser = assignment)]
         values: Vec<Assignment>,
+    },
+    /// Make a disk larger or smaller while it is used
+    ///
+    /// SIZE is written like --size of the daemon; up to its --size-max. A disk gets smaller only if nothing but zeroes lies
+    /// behind the new end: have the guest shrink what is on it and discard the rest (blkdiscard, fstrim). A guest under QEMU
+    /// is told; where the VMM cannot be told that is said, and the guest sees the size when the VMM connects again.
+    Resize {
+        /// The disk's name, as in column NAME
+        #[arg(value_name = "DISK")]
+        disk: String,
+        /// The new size, as in 8G
+        #[arg(value_name = "SIZE", value_parser = disk_size)]
+        size: u64,
     },
     /// Move a disk's objects together and give the host what that frees
     ///
@@ -182,6 +195,7 @@ impl Command {
     fn disk(&self) -> Option<&str> {
         match self {
             Command::Set { disk, .. }
+            | Command::Resize { disk, .. }
             | Command::Compact { disk }
             | Command::Idle { disk, .. }
             | Command::Recompress { disk, .. }
@@ -210,6 +224,14 @@ fn assignment(text: &str) -> Result<Assignment, String> {
 /// Seconds; `None` is all pages.
 #[derive(Clone, Copy)]
 struct Age(Option<u64>);
+
+fn disk_size(text: &str) -> Result<u64, String> {
+    let size = size::parse(text)?;
+    (1..=DISK_BYTES_MAX)
+        .contains(&size)
+        .then_some(size)
+        .ok_or_else(|| "allowed is 1 byte to 16T".into())
+}
 
 fn dictionary_size(text: &str) -> Result<u64, String> {
     let range = DICTIONARY_BYTES_MIN as u64..=DICTIONARY_BYTES_MAX as u64;
@@ -420,6 +442,7 @@ fn ask(path: &Path, command: Option<&Command>) -> Result<String, Failure> {
         Some(Command::MmStat) => ("mm-stat", PATIENCE),
         Some(Command::IoStat) => ("io-stat", PATIENCE),
         Some(Command::Set { .. }) => ("set", PATIENCE),
+        Some(Command::Resize { .. }) => ("resize", PATIENCE_COMPACT),
         Some(Command::Compact { .. }) => ("compact", PATIENCE_COMPACT),
         Some(Command::Idle { .. }) => ("idle", PATIENCE_COMPACT),
         Some(Command::Recompress { .. }) => ("recompress", PATIENCE_RECOMPRESS),
@@ -433,7 +456,9 @@ fn ask(path: &Path, command: Option<&Command>) -> Result<String, Failure> {
             Some(Command::Set { values, .. } | Command::Recompress { values, .. }) => {
                 Some(values.iter().cloned().collect())
             }
-            Some(Command::TrainDict { size, .. }) => Some([("size".to_string(), (*size).into())].into_iter().collect()),
+            Some(Command::TrainDict { size, .. } | Command::Resize { size, .. }) => {
+                Some([("size".to_string(), (*size).into())].into_iter().collect())
+            }
             Some(Command::Idle { age: Age(age), .. }) => Some(std::iter::once(("age".into(), (*age).into())).collect()),
             _ => None,
         },
@@ -492,6 +517,7 @@ fn show(arguments: &Arguments, answers: &[String]) -> Result<String, Failure> {
         Some(Command::IoStat) => lines(answers, |stat: IoStat| stat.io_stat),
         Some(Command::Set { .. }) => lines(answers, |settings| settings_line(&settings, arguments.bytes)),
         Some(Command::Compact { .. }) => lines(answers, |report| compact_line(&report, arguments.bytes)),
+        Some(Command::Resize { .. }) => lines(answers, |report| resize_lines(&report, arguments.bytes)),
         Some(Command::Idle { .. }) => lines(answers, |report: IdleReport| {
             format!("{}: {} pages are marked as idle\n", report.name, report.pages_marked)
         }),
@@ -568,6 +594,19 @@ fn settings_line(settings: &Settings, bytes: bool) -> String {
          {name}: iops-limit={iops} bandwidth-limit={bandwidth}{burst}\n",
         size(*mem_used_max)
     )
+}
+
+fn resize_lines(report: &ResizeReport, bytes: bool) -> String {
+    let size = |value| written(value, bytes);
+    let (name, before, now) = (&report.name, size(report.disksize_before), size(report.disksize));
+    let notice = match report.notice.as_str() {
+        "unchanged" => return format!("{name}: it has {now} already\n"),
+        "told" => "its VMM was told",
+        "no-frontend" => "no VMM is connected; the next one will see it",
+        "no-channel" => "its VMM cannot be told; the guest sees it when the VMM connects again",
+        _ => "its VMM does not read what it is told; it sees it when it connects again",
+    };
+    format!("{name}: {before} -> {now}\n{name}: {notice}\n")
 }
 
 fn compact_line(report: &CompactReport, bytes: bool) -> String {

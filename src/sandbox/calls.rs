@@ -295,7 +295,13 @@ const READ_ONLY: c_long = (libc::O_CLOEXEC | libc::O_LARGEFILE | libc::O_NOCTTY)
 const CONTROL_SOCKET: &[Call] = &[any(libc::SYS_accept4), any(libc::SYS_setsockopt)];
 
 /// Answers one client.
-const CONTROL_CLIENT: &[Call] = &[any(libc::SYS_recvfrom), PUNCH_HOLE];
+const CONTROL_CLIENT: &[Call] = &[
+    any(libc::SYS_recvfrom),
+    PUNCH_HOLE,
+    // The head of the slot table, when the size changes.
+    any(libc::SYS_pread64),
+    any(libc::SYS_pwrite64),
+];
 
 /// How a backtrace looks for the names of functions. It goes on without.
 const BACKTRACE: &[Call] = &[

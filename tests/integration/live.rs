@@ -157,3 +157,121 @@ fn workers_stay_on_the_cpus_that_were_given_and_other_threads_do_not() {
     guest.queue(0, 64).read(0, PAGE);
     assert!(threads(&disk).contains(&("zram-d-q0".into(), last.into())));
 }
+
+fn stream_of_pages(queue: &mut crate::raw::Queue, pages: std::ops::Range<u64>) {
+    for number in pages {
+        queue.write(number * 8, &vec![number as u8 | 1; PAGE]);
+    }
+}
+
+#[test]
+fn a_disk_grows_under_its_guest_and_shrinks_when_its_end_is_empty() {
+    let disk = Backend::daemon("4M", &["--serial", "d", "--size-max", "64M"]);
+    let line = said(&disk, &["resize", "d", "8M"]);
+    assert_eq!(line, "d: 4M -> 8M\nd: no VMM is connected; the next one will see it\n");
+    let mut guest = Guest::new(disk.connect());
+    let mut queue = guest.queue(0, 64);
+    assert_eq!(guest.capacity_sectors(), 16384);
+    stream_of_pages(&mut queue, 1900..2048);
+
+    let line = said(&disk, &["resize", "d", "64M"]);
+    assert_eq!(
+        line,
+        "d: 8M -> 64M\nd: its VMM cannot be told; the guest sees it when the VMM connects again\n"
+    );
+    assert_eq!(guest.capacity_sectors(), 131_072);
+    assert_eq!(disk.stats()["disksize"], 64 << 20);
+    assert_eq!(queue.read(131_064, PAGE), [0; PAGE]);
+    stream_of_pages(&mut queue, 16_380..16_384);
+
+    let error = refused(&disk, &["resize", "d", "4M"]);
+    assert!(error.contains("152 pages behind that hold data"), "{error}");
+    assert!(error.contains("ends at byte 67108864"), "{error}");
+    assert_eq!(queue.read(16_380 * 8, PAGE), [16_380u64 as u8 | 1; PAGE]);
+    let zeroed = queue.run(&Request::discard(&[range(1900 * 8, (16_384 - 1900) * 8)]));
+    assert_eq!(zeroed.status, 0);
+    stream_of_pages(&mut queue, 1000..1001);
+    assert!(said(&disk, &["resize", "d", "4M"]).starts_with("d: 64M -> 4M\n"));
+    assert_eq!(guest.capacity_sectors(), 8192);
+    assert_eq!(queue.run(&Request::read(8192, PAGE)).status, 1, "behind the end");
+    assert_eq!(queue.read(8000, PAGE), [1000u64 as u8 | 1; PAGE]);
+    assert_eq!(said(&disk, &["resize", "d", "4M"]), "d: it has 4M already\n");
+}
+
+#[test]
+fn a_frontend_with_a_channel_is_told_of_a_new_size() {
+    use std::io::Read;
+
+    use vhost::vhost_user::VhostUserFrontend;
+    let disk = Backend::daemon("4M", &["--serial", "d"]);
+    let mut guest = Guest::new(disk.connect());
+    let (ours, mut theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+    guest.frontend.set_backend_request_fd(&ours).unwrap();
+    let mut queue = guest.queue(0, 64);
+    queue.read(0, PAGE);
+    assert_eq!(
+        said(&disk, &["resize", "d", "5M"]),
+        "d: 4M -> 5M\nd: its VMM was told\n"
+    );
+    let mut message = [0; 12];
+    theirs.read_exact(&mut message).unwrap();
+    assert_eq!(message, [2, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]);
+    assert_eq!(guest.capacity_sectors(), 10_240);
+}
+
+#[test]
+fn a_size_that_a_disk_cannot_have_is_refused_with_those_that_it_can() {
+    let disk = Backend::daemon("4M", &["--serial", "d", "--size-max", "8M"]);
+    for (size, reason) in [
+        ("8M1", "K, M, G, T"),
+        ("0", "1 byte to 16T"),
+        ("17T", "1 byte to 16T"),
+        ("9M", "from 4096 to 8388608"),
+    ] {
+        let error = refused(&disk, &["resize", "d", size]);
+        assert!(error.contains(reason), "{size}: {error}");
+    }
+    assert_eq!(disk.stats()["disksize"], 4 << 20);
+    assert!(
+        said(&disk, &["resize", "d", "4194305"]).starts_with("d: 4M -> 4M\n"),
+        "whole pages"
+    );
+    assert_eq!(disk.stats()["disksize"], (4 << 20) + 4096);
+}
+
+#[test]
+fn guests_go_on_while_the_size_changes() {
+    let disk = Backend::daemon("4M", &["--serial", "d"]);
+    let mut guest = Guest::new(disk.connect());
+    let mut queues: Vec<_> = (0..2).map(|index| guest.queue(index, 64)).collect();
+    let control = disk.control();
+    let resizing = std::thread::spawn(move || {
+        for round in 0..40 {
+            let size = if round % 2 == 0 { "32M" } else { "2M" };
+            let output = Command::new(env!("CARGO_BIN_EXE_vzramctl"))
+                .arg("--control")
+                .arg(&control)
+                .args(["resize", "d", size])
+                .output()
+                .unwrap();
+            assert_eq!(
+                output.status.code(),
+                Some(0),
+                "{}",
+                String::from_utf8_lossy(&output.stderr)
+            );
+        }
+    });
+    let mut round = 0u64;
+    while !resizing.is_finished() {
+        for (index, queue) in queues.iter_mut().enumerate() {
+            let page = index as u64 * 250 + round % 250;
+            let content = vec![round as u8; PAGE];
+            queue.write(page * 8, &content);
+            assert_eq!(queue.read(page * 8, PAGE), content);
+        }
+        round += 1;
+    }
+    resizing.join().unwrap();
+    assert_eq!(disk.stats()["disksize"], 2 << 20);
+}

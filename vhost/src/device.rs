@@ -63,8 +63,6 @@ pub struct Device {
     ended: OwnedFd,
     pub(crate) shared: Arc<Shared>,
     board: Arc<Board>,
-    /// Held while the size changes.
-    pub(crate) resizing: Mutex<()>,
 }
 
 /// What the control thread tells [`Device::status`].
@@ -96,6 +94,7 @@ impl Device {
             counters,
             failures: Burst::default(),
             channel: Default::default(),
+            resizing: Default::default(),
         });
         let board = Arc::<Board>::default();
         let stop = Arc::new(EventFd::new(EFD_NONBLOCK)?);
@@ -116,7 +115,6 @@ impl Device {
             ended,
             shared,
             board,
-            resizing: Mutex::new(()),
         })
     }
 

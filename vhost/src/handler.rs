@@ -423,6 +423,7 @@ mod tests {
             log_limit: LogLimit::new("test"),
             failures: Burst::default(),
             channel: Default::default(),
+            resizing: Default::default(),
         }))
     }
 

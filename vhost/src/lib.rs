@@ -59,4 +59,4 @@ pub use config::{
 pub use counters::{DeviceStatus, Frontend, RequestCounts};
 pub use device::{Device, Endpoint};
 pub use limit::{BURST_DEFAULT, BURST_MAX, RateLimit};
-pub use resize::{ResizeError, Resized};
+pub use resize::{ResizeError, Resized, Resizer};

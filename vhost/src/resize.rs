@@ -5,7 +5,7 @@
 //! about to go: requests are checked against the new end first, then those that began before are waited for, and only
 //! then the tail is looked at and given up. Where it turns out to hold data after all, the old end counts again.
 
-use std::sync::PoisonError;
+use std::sync::{Arc, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -39,24 +39,36 @@ pub enum ResizeError {
     Busy,
 }
 
+/// Changes a device's size without holding on to the device.
+#[derive(Clone)]
+pub struct Resizer(Arc<Shared>);
+
 impl Device {
+    /// What changes its size, from any thread.
+    pub fn resizer(&self) -> Resizer {
+        Resizer(self.shared.clone())
+    }
+}
+
+impl Resizer {
     /// Changes the size of the disk, in bytes, a multiple of 4096, and tells the frontend. It is made smaller only if
     /// nothing but zeroes lies behind the new end; requests for what is there fail from the moment at which that is
     /// looked at.
     pub fn resize(&self, bytes: u64) -> Result<Resized, ResizeError> {
-        let _one_at_a_time = self.resizing.lock().unwrap_or_else(PoisonError::into_inner);
-        let zram = &self.shared.disk.zram;
+        let shared = &*self.0;
+        let _one_at_a_time = shared.resizing.lock().unwrap_or_else(PoisonError::into_inner);
+        let zram = &shared.disk.zram;
         let bytes_before = zram.size_bytes();
         let notice = if bytes == bytes_before {
             None
         } else {
             if bytes > bytes_before {
                 zram.grow(bytes)?;
-                set_end(&self.shared, bytes);
+                set_end(shared, bytes);
             } else {
-                shrink(&self.shared, bytes)?;
+                shrink(shared, bytes)?;
             }
-            Some(self.shared.channel.tell_config_change())
+            Some(shared.channel.tell_config_change())
         };
         Ok(Resized { bytes_before, notice })
     }
@@ -100,7 +112,6 @@ fn drained(shared: &Shared, time: Duration) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
     use std::sync::atomic::{AtomicBool, Ordering};
 
     use zram_core::{Algorithm, Codecs, Options, Page, SlotIndex, Zram};
@@ -126,6 +137,7 @@ mod tests {
             log_limit: LogLimit::new("test"),
             failures: Burst::default(),
             channel: Default::default(),
+            resizing: Default::default(),
         }
     }
 

@@ -66,6 +66,8 @@ pub(crate) struct Shared {
     pub log_limit: LogLimit,
     pub failures: Burst,
     pub channel: Channel,
+    /// Held while the size changes.
+    pub resizing: Mutex<()>,
 }
 
 impl Shared {
@@ -673,6 +675,7 @@ pub(crate) mod tests {
                 log_limit: LogLimit::new("test"),
                 failures: Burst::default(),
                 channel: Default::default(),
+                resizing: Default::default(),
             });
             let mem = Arc::new(guest(0x1_0000));
             let mut ring = Ring::new(SIZE);

@@ -58,6 +58,7 @@ fn shared(config: DeviceConfig) -> Arc<Shared> {
         log_limit: LogLimit::new("test"),
         failures: Burst::default(),
         channel: Default::default(),
+        resizing: Default::default(),
     })
 }
 

@@ -199,7 +199,7 @@ fn what_cannot_be_understood_is_refused_in_words_before_the_end() {
 fn a_change_of_the_size_is_told_and_takes_effect() {
     const KIB: u64 = 1 << 10;
     let rig = rig();
-    let resize = |bytes: u64| rig.device().resize(bytes).map(|resized| resized.notice);
+    let resize = |bytes: u64| rig.device().resizer().resize(bytes).map(|resized| resized.notice);
     assert_eq!(resize(512 * KIB).unwrap(), Some(Notice::NoFrontend));
     let mut client = rig.client();
     let capacity = |client: &mut Client| {
