@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use serde_json::Value;
 use zram_core::{
-    Algorithm, ArenaReport, Compacted, DICTIONARY_BYTES_MAX, DICTIONARY_BYTES_MIN, HeapReport, HoleClass, IdleMark,
-    PAGE_SIZE, RecompressError, RecompressOptions, RecompressType,
+    Algorithm, ArenaReport, Compacted, DICTIONARY_BYTES_MAX, DICTIONARY_BYTES_MIN, HeapReport, HoleClass, IDLE_AGE_MAX,
+    IdleMark, PAGE_SIZE, RecompressError, RecompressOptions, RecompressType,
 };
 use zram_vhost::{Notice, Resized};
 
@@ -135,13 +135,13 @@ fn idle(disk: &Disk, values: Values<'_>) -> Result<IdleReport, ErrorBody> {
         mark = Some(match (key.as_str(), value) {
             ("age", Value::Null) => IdleMark::All,
             ("age", value) => match value.as_u64() {
-                Some(seconds) => IdleMark::Age(Duration::from_secs(seconds)),
-                None => {
-                    return Err(wrong_value(
-                        key,
-                        value,
-                        "allowed is a number of seconds, or null for all pages",
-                    ));
+                Some(seconds) if seconds <= IDLE_AGE_MAX.as_secs() => IdleMark::Age(Duration::from_secs(seconds)),
+                _ => {
+                    let allowed = format!(
+                        "allowed is 0 to {} seconds, or null for all pages",
+                        IDLE_AGE_MAX.as_secs()
+                    );
+                    return Err(wrong_value(key, value, &allowed));
                 }
             },
             _ => {
@@ -162,6 +162,7 @@ fn idle(disk: &Disk, values: Values<'_>) -> Result<IdleReport, ErrorBody> {
 /// Compresses pages again, on this thread.
 fn recompress(disk: &Disk, values: Values<'_>) -> Result<RecompressReport, ErrorBody> {
     let mut options = RecompressOptions::default();
+    let mut by_name = None;
     for (key, value) in values {
         let number = |allowed: &str| value.as_u64().ok_or_else(|| wrong_value(key, value, allowed));
         match key.as_str() {
@@ -177,13 +178,7 @@ fn recompress(disk: &Disk, values: Values<'_>) -> Result<RecompressReport, Error
             "threshold" => options.threshold = Some(number("allowed is 1 to 4095 bytes")? as usize),
             "max-pages" => options.max_pages = Some(number("allowed is a number of pages")?),
             "priority" => options.priority = Some(number("allowed is 1 to 3")? as usize),
-            "algorithm" => {
-                let mut all = disk.zram().recompress_algorithms();
-                let found = all.find(|(_, algorithm)| value.as_str().is_some_and(|name| is_called(algorithm, name)));
-                let priority = found.map(|(priority, _)| priority);
-                options.priority =
-                    Some(priority.ok_or_else(|| wrong_value(key, value, "the disk has no such algorithm to use"))?);
-            }
+            "algorithm" => by_name = Some(priority_of(disk, value)?),
             _ => {
                 let known = "type, threshold, max-pages, priority and algorithm";
                 return Err(error(
@@ -193,6 +188,13 @@ fn recompress(disk: &Disk, values: Values<'_>) -> Result<RecompressReport, Error
             }
         }
     }
+    if by_name.is_some() && options.priority.is_some() {
+        return Err(error(
+            "bad-value",
+            "priority and algorithm say the same: give one of them",
+        ));
+    }
+    options.priority = options.priority.or(by_name);
     let since = Instant::now();
     let done = disk.zram().recompress(&options).map_err(|cause| {
         let kind = if cause == RecompressError::Busy {
@@ -244,6 +246,23 @@ fn train_dictionary(disk: &Disk, values: Values<'_>) -> Result<DictionaryReport,
         .map_err(|cause| error("busy", &cause.to_string()))?;
     training::dictionary(disk.name(), &pages, zram.algorithm(), size)
         .map_err(|cause| error("no-dictionary", &cause.to_string()))
+}
+
+/// The priority of the one algorithm that is meant.
+fn priority_of(disk: &Disk, value: &Value) -> Result<usize, ErrorBody> {
+    let name = value.as_str().unwrap_or_default();
+    let mut found = disk
+        .zram()
+        .recompress_algorithms()
+        .filter(|(_, algorithm)| is_called(algorithm, name));
+    match (found.next(), found.next()) {
+        (Some((priority, _)), None) => Ok(priority),
+        (Some((one, _)), Some((other, _))) => {
+            let several = format!("it may be that of priority {one} or {other}: say priority");
+            Err(wrong_value("algorithm", value, &several))
+        }
+        (None, _) => Err(wrong_value("algorithm", value, "the disk has no such algorithm to use")),
+    }
 }
 
 /// By the whole text, or by the codec's name alone.

@@ -284,7 +284,7 @@ pub struct RecompressAlgorithm {
 /// Bytes of compression and decompression contexts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ContextBytes {
-    /// Each queue's compression context and buffer; 0 before the first queue ran.
+    /// Each queue's compression context and buffer.
     pub worker: u64,
     /// Once for the disk: compression contexts for recompression, and dictionaries.
     pub shared: u64,

@@ -107,8 +107,8 @@ enum Command {
     /// Mark a disk's pages as idle, until they are read or written
     ///
     /// AGE marks those that nobody read or wrote for so long, and takes the mark from the others: a number of seconds, or
-    /// with a unit, s, m, h or d. Ages are known to ten seconds at first, to hours in the end, and taken for less rather
-    /// than for more.
+    /// with a unit, s, m, h or d. Ages are known to ten seconds at first, to hours in the end, up to 79 hours, and
+    /// taken for less rather than for more.
     Idle {
         /// The disk's name, as in column NAME
         #[arg(value_name = "DISK")]

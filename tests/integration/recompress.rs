@@ -80,7 +80,15 @@ fn idle_pages_are_recompressed_and_read_back() {
 
 #[test]
 fn mistakes_are_named_and_change_nothing() {
-    let backend = Backend::daemon("16M", &["--recompress-algorithm", "zstd"]);
+    let backend = Backend::daemon(
+        "16M",
+        &[
+            "--recompress-algorithm",
+            "zstd",
+            "--recompress-algorithm",
+            "zstd(level=9)",
+        ],
+    );
     for (words, part) in [
         (
             &["recompress", "disk", "type=cold"][..],
@@ -99,6 +107,19 @@ fn mistakes_are_named_and_change_nothing() {
             &["recompress", "disk", "algorithm=lz4hc"],
             "the disk has no such algorithm",
         ),
+        (
+            &["recompress", "disk", "algorithm=zstd"],
+            "it may be that of priority 1 or 2: say priority",
+        ),
+        (
+            &["recompress", "disk", "algorithm=zstd(level=9)", "priority=2"],
+            "priority and algorithm say the same",
+        ),
+        (
+            &["idle", "disk", "286661"],
+            "age 286661: allowed is 0 to 286660 seconds",
+        ),
+        (&["idle", "disk", "4d"], "allowed is 0 to 286660 seconds"),
         (
             &["recompress", "disk", "level=3"],
             "\"level\" is no value of recompress",

@@ -24,20 +24,27 @@ const CLASSES_A_WIDTH: usize = 5;
 pub enum IdleMark {
     /// All that are stored.
     All,
-    /// Those that nobody read or wrote for so long; the others lose it.
+    /// Those that nobody read or wrote for so long, up to [`IDLE_AGE_MAX`]; the others lose it.
     Age(Duration),
 }
 
+/// The most that is known of a page's age: of older ones it is known that they are at least so old. Some 79 hours.
+pub const IDLE_AGE_MAX: Duration = age_of(AGE_CLASSES - 1);
+
 /// Seconds that a page stays in a class.
-fn width(class: usize) -> u64 {
+const fn width(class: usize) -> u64 {
     TICK_SECS << (class / CLASSES_A_WIDTH)
 }
 
 /// The least time since a page in this class was used.
-pub(crate) fn age_of(class: usize) -> Duration {
+pub(crate) const fn age_of(class: usize) -> Duration {
     // A page enters class 1 at a walk, and a class after it when the clock passes a multiple of the width of the class
     // before; it leaves it at the next multiple of its own width: where the width doubles after half of it.
-    let secs = (2..class).map(|class| width(class - 1)).sum();
+    let (mut secs, mut before) = (0, 1);
+    while before + 1 < class {
+        secs += width(before);
+        before += 1;
+    }
     Duration::from_secs(secs)
 }
 

@@ -86,7 +86,7 @@ pub use codec::{
 #[cfg(not(loom))]
 pub use head::HeadError;
 #[cfg(not(loom))]
-pub use idle::IdleMark;
+pub use idle::{IDLE_AGE_MAX, IdleMark};
 #[cfg(not(loom))]
 pub use page::{PAGE_SIZE, Page, SECTOR_SIZE, SECTORS_PER_PAGE};
 #[cfg(not(loom))]

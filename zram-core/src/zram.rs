@@ -87,7 +87,7 @@ pub enum WorkerError {
 /// Memory of contexts, in bytes. They are taken at start, and do not grow with what is stored.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ContextBytes {
-    /// Each worker's compression context and output buffer; 0 before the first worker.
+    /// Each worker's compression context and output buffer.
     pub worker: u64,
     /// Once a disk: compression contexts for recompression, and dictionaries.
     pub shared: u64,
@@ -116,7 +116,7 @@ pub struct Zram {
     pub(crate) resizing: Mutex<()>,
     /// Held by a run of recompression.
     pub(crate) recompressing: Mutex<()>,
-    /// What a worker's stream takes; 0 until there was one.
+    /// What a worker's stream takes; 0 until it is known.
     stream_bytes: AtomicU64,
     created: Instant,
     /// The last walk that moved the pages' ages on, since `created`.
@@ -220,10 +220,21 @@ impl Zram {
     /// What compression and decompression contexts take.
     pub fn context_bytes(&self) -> ContextBytes {
         ContextBytes {
-            worker: self.stream_bytes.load(Ordering::Relaxed),
+            worker: self.stream_bytes(),
             shared: self.codecs.memory_bytes() as u64,
             decompression: self.codecs.contexts().memory_bytes(),
         }
+    }
+
+    /// What a worker's stream takes. Before there was a worker one is made to know it.
+    fn stream_bytes(&self) -> u64 {
+        let known = self.stream_bytes.load(Ordering::Relaxed);
+        if known != 0 {
+            return known;
+        }
+        let bytes = self.codecs.stream().map_or(0, |stream| stream.memory_bytes() as u64);
+        self.stream_bytes.store(bytes, Ordering::Relaxed);
+        bytes
     }
 
     /// The most host memory that pages may hold, in bytes.

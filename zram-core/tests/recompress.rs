@@ -157,6 +157,27 @@ fn idle_pages_are_those_that_nobody_used_since_the_mark() {
 }
 
 #[test]
+fn a_second_algorithm_has_one_context_whatever_the_number_of_workers() {
+    let zram = lz4_then_zstd();
+    let alone = zram.context_bytes();
+    assert!(alone.worker > 0, "known before there is a worker");
+    assert!(alone.shared > 0);
+    let mut workers: Vec<_> = (0..32).map(|_| zram.worker().unwrap()).collect();
+    let mut page = Page::zeroed();
+    for (number, worker) in workers.iter_mut().enumerate() {
+        worker
+            .write_page(SlotIndex(number as u32), &content(number as u32, 1))
+            .unwrap();
+        worker.read_page(SlotIndex(number as u32), &mut page).unwrap();
+    }
+    run(&zram, ALL);
+    for (number, worker) in workers.iter_mut().enumerate() {
+        worker.read_page(SlotIndex(number as u32), &mut page).unwrap();
+    }
+    assert_eq!(zram.context_bytes(), alone);
+}
+
+#[test]
 fn huge_pages_and_thresholds() {
     let zram = lz4_then_zstd();
     let mut worker = fill(&zram, 1);
