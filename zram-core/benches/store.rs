@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use zram_core::{
     AdoptOptions, Algorithm, Codecs, DecompressionContexts, IdleMark, Options, PAGE_SIZE, Page, RecompressOptions,
-    SlotIndex, Zram,
+    RecompressType, SlotIndex, Zram,
 };
 
 const ROUNDS: usize = 5;
@@ -38,6 +38,7 @@ fn main() {
     heap_work(&pages);
     workers(&pages);
     recompression(&pages);
+    contexts(&pages);
     start(&pages);
 }
 
@@ -205,12 +206,12 @@ fn workers(pages: &[Box<Page>]) {
     drop(upkeep);
 }
 
-/// Reads pages at random until it is over and checks them: the times of each, in microseconds, sorted.
+/// Reads pages of the first half at random until it is over and checks them: the times of each, in microseconds, sorted.
 fn read_until(zram: &Arc<Zram>, pages: &[Box<Page>], is_over: &AtomicBool) -> Vec<f64> {
     let (mut worker, mut random, mut buffer) = (zram.worker().unwrap(), Random(11), Page::zeroed());
     let mut times = vec![];
     while !is_over.load(Ordering::Relaxed) {
-        let slot = random.below(pages.len());
+        let slot = random.below(pages.len() / 2);
         let start = Instant::now();
         worker.read_page(SlotIndex(slot as u32), &mut buffer).unwrap();
         times.push(micros(start.elapsed()));
@@ -231,7 +232,12 @@ fn recompression(pages: &[Box<Page>]) {
         for (slot, page) in pages.iter().enumerate() {
             worker.write_page(SlotIndex(slot as u32), page).unwrap();
         }
+        // The second half is idle; the first is read all the while, and stays as fast to decode as it was.
         zram.mark_idle(IdleMark::All);
+        let mut buffer = Page::zeroed();
+        for slot in 0..pages.len() / 2 {
+            worker.read_page(SlotIndex(slot as u32), &mut buffer).unwrap();
+        }
         let p99 = |times: &[f64]| times[times.len() * 99 / 100];
         let is_over = AtomicBool::new(false);
         std::thread::scope(|scope| {
@@ -255,7 +261,11 @@ fn recompression(pages: &[Box<Page>]) {
                 longest
             });
             let start = Instant::now();
-            let done = zram.recompress(&RecompressOptions::default()).unwrap();
+            let idle = RecompressOptions {
+                kind: RecompressType::Idle,
+                ..RecompressOptions::default()
+            };
+            let done = zram.recompress(&idle).unwrap();
             rates.push(done.pages_tried as f64 / start.elapsed().as_secs_f64());
             is_over.store(true, Ordering::Relaxed);
             busy_p99.push(p99(&reader.join().unwrap()));
@@ -265,12 +275,41 @@ fn recompression(pages: &[Box<Page>]) {
     }
     let (quiet, busy) = (median(quiet_p99), median(busy_p99));
     println!(
-        "recompression: {:.1} % less content, {:.0} pages a second; reads' p99 {quiet:.2} us without, {busy:.2} with \
+        "recompression of idle pages: {:.1} % less content in all, {:.0} pages a second; reads' p99 {quiet:.2} us without, {busy:.2} with \
          ({:.2} times); stats took {longest:.0} us at most",
         gain * 100.0,
         median(rates),
         busy / quiet
     );
+}
+
+/// Readers of pages that need a context to decode, with as many contexts as a daemon has by default.
+fn contexts(pages: &[Box<Page>]) {
+    let zstd = "zstd".parse::<Algorithm>().unwrap();
+    for readers in [2, 10] {
+        let zram = create_with(pages.len(), None, Codecs::alone(&zstd).unwrap());
+        let mut worker = zram.worker().unwrap();
+        for (slot, page) in pages.iter().enumerate() {
+            worker.write_page(SlotIndex(slot as u32), page).unwrap();
+        }
+        let is_over = AtomicBool::new(false);
+        let reads: usize = std::thread::scope(|scope| {
+            let readers: Vec<_> = (0..readers)
+                .map(|_| scope.spawn(|| read_until(&zram, pages, &is_over).len()))
+                .collect();
+            std::thread::sleep(Duration::from_secs(1));
+            is_over.store(true, Ordering::Relaxed);
+            readers.into_iter().map(|reader| reader.join().unwrap()).sum()
+        });
+        let uses = zram.stats().contexts;
+        println!(
+            "{readers} readers of zstd, {} contexts: {reads} reads a second; {} own, {} borrowed, {} waited",
+            zram.codecs().contexts().count(),
+            uses.own,
+            uses.borrowed,
+            uses.waited
+        );
+    }
 }
 
 fn start(pages: &[Box<Page>]) {
