@@ -7,7 +7,7 @@ use crate::support::{Backend, Dice};
 const DISK_BYTES: u64 = 4 << 20;
 const DISK_SECTORS: u64 = DISK_BYTES / SECTOR as u64;
 const BARRIER: u32 = 1 << 31;
-const REQUESTS: usize = 6000;
+const REQUESTS: usize = 100_000;
 
 /// Why the daemon may answer `request` otherwise than qemu-storage-daemon does: the answer that is right, and the reason.
 /// `None`: the answers must be the same.

@@ -473,9 +473,9 @@ fn every_acknowledged_write_survives_the_death_of_the_client() {
     // What each page may hold: the last acknowledged content, or that of a later write that may or may not have happened.
     let mut allowed: Vec<Vec<Option<u64>>> = vec![vec![None]; CLIENT_PAGES as usize];
     let mut read_so_far = 0;
-    for round in 0..12 {
+    for round in 0..200 {
         let mut client = spawn_client(&disk, &journal, dice.next());
-        let target = read_so_far + 24 * (200 + dice.below(1500));
+        let target = read_so_far + 24 * (20 + dice.below(400));
         wait_for("the client writes", PATIENCE, || {
             assert!(
                 client.try_wait().unwrap().is_none(),

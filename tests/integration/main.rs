@@ -7,11 +7,12 @@
 //! guest can, right or wrong. `protocol` (negotiation, rings and connections coming and going), `data` (requests and their
 //! answers), `hostile_guest` and `hostile_frontend` (those that break the rules), `libblkio` (a frontend that nobody here
 //! wrote), `memory` (what the host gets back), `recompress` (as the operator uses it), `live`
-//! (what the operator changes meanwhile), `differential` (the same requests to qemu-storage-daemon).
+//! (what the operator changes meanwhile), `chaos` (ends in the middle), `differential` (the same requests to qemu-storage-daemon).
 // A test ends at the first surprise, and the line that failed says which.
 #![allow(clippy::unwrap_used)]
 #![deny(unsafe_code)]
 
+mod chaos;
 mod cli;
 mod control;
 mod data;

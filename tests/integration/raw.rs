@@ -53,7 +53,7 @@ pub const HOLE_END: u64 = 0xc_0000;
 /// Where the second and the third region touch.
 pub const SEAM: u64 = 0x40_0000;
 pub const MEMORY_END: u64 = 0x80_0000;
-const REGIONS: [(u64, u64); 3] = [(0, HOLE), (HOLE_END, SEAM - HOLE_END), (SEAM, MEMORY_END - SEAM)];
+pub const REGIONS: [(u64, u64); 3] = [(0, HOLE), (HOLE_END, SEAM - HOLE_END), (SEAM, MEMORY_END - SEAM)];
 const RINGS: u64 = 0x1000;
 const BUFFERS: u64 = 0x10_0000;
 const BUFFERS_END: u64 = 0x70_0000;

@@ -1,5 +1,6 @@
 //! Backends under test as child processes, conditions with deadlines, and the dice.
 
+use std::ffi::OsString;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -40,6 +41,8 @@ pub struct Backend {
     stderr_reader: Option<JoinHandle<()>>,
     // Dropping it ends the thread that guards LIFE_MAX.
     _alive: mpsc::Sender<()>,
+    /// The program and its arguments.
+    arguments: Vec<OsString>,
 }
 
 impl Backend {
@@ -73,6 +76,8 @@ impl Backend {
 
     /// Starts the process and waits until it listens.
     fn launch(mut command: Command, dir: TempDir) -> Backend {
+        let program = std::iter::once(command.get_program());
+        let arguments = program.chain(command.get_args()).map(OsString::from).collect();
         let mut child = command
             .stdin(Stdio::null())
             .stdout(Stdio::null())
@@ -101,6 +106,7 @@ impl Backend {
             stderr,
             stderr_reader: Some(stderr_reader),
             _alive: alive,
+            arguments,
         };
         let socket = backend.socket();
         wait_for("the backend listens", PATIENCE, || {
@@ -114,6 +120,16 @@ impl Backend {
             is_listening(&socket).then_some(())
         });
         backend
+    }
+
+    /// The same daemon once more, after its death, over what that left behind.
+    pub fn again(mut self) -> Backend {
+        let arguments = self.arguments.clone();
+        let dir = std::mem::replace(&mut self.dir, TempDir::new().unwrap());
+        drop(self);
+        let mut command = Command::new(&arguments[0]);
+        command.args(&arguments[1..]);
+        Backend::launch(command, dir)
     }
 
     pub fn socket(&self) -> PathBuf {
