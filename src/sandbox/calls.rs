@@ -254,6 +254,8 @@ const DEVICE: &[Call] = &[
     any(libc::SYS_recvmsg),
     any(libc::SYS_sendmsg),
     any(libc::SYS_getsockopt),
+    any(libc::SYS_getsockname),
+    any(libc::SYS_getpeername),
     is(libc::SYS_ioctl, 1, libc::FIONREAD as c_long),
     is(libc::SYS_ioctl, 1, libc::FIONBIO as c_long),
     is(libc::SYS_fcntl, 1, libc::F_DUPFD_CLOEXEC as c_long),

@@ -296,3 +296,26 @@ fn a_call_descriptor_that_is_also_the_kick_does_not_keep_the_queue_awake() {
     drop(guest);
     assert_connection_serves(&mut disk);
 }
+
+/// Kept by the backend, it would keep the connection open when its frontend is gone.
+#[test]
+fn a_frontend_that_gives_its_own_end_away_is_let_go_all_the_same() {
+    const KICK: u32 = 12;
+    const ERR: u32 = 14;
+    const CHANNEL: u32 = 21;
+    let disk = Backend::daemon(DISK, &[]);
+    let word = |word: u64| word.to_ne_bytes().to_vec();
+    for request in [KICK, KICK + 1, ERR, CHANNEL] {
+        // By hand: the library hangs up in words, which a process that is killed does not.
+        let stream = disk.connect();
+        send(&stream, 3, &[], &[]).unwrap(); // SET_OWNER
+        send(&stream, 2, &word(1 << 30 | 1 << 32), &[]).unwrap(); // SET_FEATURES
+        send(&stream, 16, &word(0x9229), &[]).unwrap(); // SET_PROTOCOL_FEATURES
+        let body = if request == CHANNEL { vec![] } else { word(0) };
+        send(&stream, request, &body, &[stream.as_raw_fd()]).unwrap();
+        drop(stream);
+        let mut next = Guest::reconnect(&disk);
+        next.queue(0, 64).read(0, 4096);
+    }
+    disk.assert_idle();
+}

@@ -371,6 +371,8 @@ enum End {
     Stalled,
     #[error("it split a message where none can be split")]
     Split,
+    #[error("it gave us its own end of the connection, whose end would never be seen")]
+    ItsOwn,
     #[error(transparent)]
     Request(#[from] Error),
     #[error(transparent)]
@@ -400,6 +402,9 @@ struct Header {
 /// Request, flags, size.
 const HEADER_BYTES: usize = 12;
 
+const SET_VRING_KICK: u32 = 12;
+const SET_VRING_CALL: u32 = 13;
+const SET_VRING_ERR: u32 = 14;
 const SET_BACKEND_REQ_FD: u32 = 21;
 
 /// Whether the `vhost` crate has answered, if an answer was asked for, before it gave this error: it has when the error is
@@ -468,10 +473,15 @@ impl Connection {
 
     fn handle(&mut self, header: &Header) -> Result<(), End> {
         self.deadline = None;
-        let channel = match header.request {
-            SET_BACKEND_REQ_FD => self.peek_descriptor(),
+        let kept = match header.request {
+            SET_BACKEND_REQ_FD | SET_VRING_KICK | SET_VRING_CALL | SET_VRING_ERR => self.peek_descriptor(),
             _ => None,
         };
+        if kept.as_ref().is_some_and(|fd| self.is_its_own_end(fd)) {
+            self.refuse(header);
+            return Err(End::ItsOwn);
+        }
+        let channel = kept.filter(|_| header.request == SET_BACKEND_REQ_FD);
         match self.requests.handle_request() {
             Ok(()) => {
                 if let Some(channel) = channel {
@@ -489,6 +499,19 @@ impl Connection {
                 Err(End::Request(error))
             }
         }
+    }
+
+    /// Whether a descriptor that is to be kept is the other end of this connection. That held open by ourselves, the
+    /// frontend could die and the disk would wait for it for ever. Sockets without a name cannot be told apart.
+    fn is_its_own_end(&self, fd: &OwnedFd) -> bool {
+        let is_socket = rustix::fs::fstat(fd)
+            .is_ok_and(|stat| rustix::fs::FileType::from_raw_mode(stat.st_mode) == rustix::fs::FileType::Socket);
+        let named = |name: &rustix::net::SocketAddrAny| name.addr_len() as usize > size_of::<u16>();
+        is_socket
+            && match (rustix::net::getpeername(fd), rustix::net::getsockname(&self.stream)) {
+                (Ok(Some(theirs)), Ok(ours)) => named(&ours) && theirs == ours,
+                _ => false,
+            }
     }
 
     /// A descriptor of our own of what comes with the message: the `vhost` crate keeps its for messages of its choice.
