@@ -209,3 +209,28 @@ pub fn socket(directory: &Path) -> PathBuf {
 pub fn control(directory: &Path) -> PathBuf {
     directory.join("control.sock")
 }
+
+/// docs/conformance.md names tests, and a name that is none would be a promise that nobody keeps.
+#[test]
+fn the_tests_that_the_documentation_names_exist() {
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut sources = String::new();
+    let mut directories: Vec<_> = ["tests", "vhost/src", "vhost/tests"].map(|part| root.join(part)).into();
+    while let Some(directory) = directories.pop() {
+        for entry in std::fs::read_dir(directory).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                directories.push(path);
+            } else if path.extension().is_some_and(|extension| extension == "rs") {
+                sources += &std::fs::read_to_string(path).unwrap();
+            }
+        }
+    }
+    let page = std::fs::read_to_string(root.join("docs/conformance.md")).unwrap();
+    let named = page.split('`').skip(1).step_by(2);
+    let named: Vec<_> = named.filter(|name| name.matches('_').count() > 1).collect();
+    assert!(named.len() > 80, "{}", named.len());
+    for name in named {
+        assert!(sources.contains(&format!("fn {name}()")), "there is no test {name}");
+    }
+}
