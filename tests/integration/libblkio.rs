@@ -19,8 +19,38 @@ use vm_memory::{FileOffset, MmapRegion, VolatileMemory};
 
 use crate::raw::PAGE;
 use crate::support::{Backend, Dice, PATIENCE, wait_for};
+use crate::wiretap::{CONNECTED, Wiretap};
 
 const MIB: usize = 1 << 20;
+
+/// Requests by their numbers in the vhost-user specification, each with the number of descriptors that come with it, as
+/// libblkio starts two queues. It stops by hanging up.
+const LIBBLKIO: [(u32, usize); 24] = [
+    (3, 0),  // SET_OWNER
+    (1, 0),  // GET_FEATURES
+    (2, 0),  // SET_FEATURES
+    (15, 0), // GET_PROTOCOL_FEATURES
+    (16, 0), // SET_PROTOCOL_FEATURES
+    (17, 0), // GET_QUEUE_NUM
+    (36, 0), // GET_MAX_MEM_SLOTS
+    (24, 0), // GET_CONFIG
+    (24, 0),
+    (24, 0),
+    (37, 1), // ADD_MEM_REG, its rings
+    (8, 0),  // SET_VRING_NUM
+    (10, 0), // SET_VRING_BASE
+    (9, 0),  // SET_VRING_ADDR
+    (12, 1), // SET_VRING_KICK
+    (13, 1), // SET_VRING_CALL
+    (18, 0), // SET_VRING_ENABLE
+    (8, 0),
+    (10, 0),
+    (9, 0),
+    (12, 1),
+    (13, 1),
+    (18, 0),
+    (37, 1), // ADD_MEM_REG, its user's buffers
+];
 
 /// A connection, its queues, and the memory that both sides see.
 struct Client {
@@ -294,6 +324,31 @@ fn the_properties_that_libblkio_sees_are_those_of_the_disk() {
     assert_eq!(blkio.get_i32("max-queues").unwrap(), 64);
     assert_eq!(blkio.get_i32("max-segments").unwrap(), 126);
     assert_eq!(blkio.get_i32("discard-alignment").unwrap(), 4096);
+}
+
+/// What it says to start, to use two queues, to stop and to come again: the order that it is served in.
+#[test]
+fn libblkio_starts_stops_and_comes_again_in_these_words() {
+    let disk = Backend::daemon("16M", &[]);
+    let tap = Wiretap::new(disk.socket());
+    for round in 0..2 {
+        let mut client = wait_for("the backend takes it", PATIENCE, || {
+            Client::try_new(&tap.socket(), 2, PAGE).ok()
+        });
+        for (index, lane) in client.lanes.iter_mut().enumerate() {
+            let at = (index * PAGE) as u64;
+            if round == 0 {
+                lane.write(at, &[index as u8 + 1; PAGE]).unwrap();
+            }
+            assert_eq!(lane.read(at, PAGE), [index as u8 + 1; PAGE]);
+        }
+    }
+    let heard = tap.heard();
+    // Between the first and the last may be some that found the backend busy with the end of the first.
+    let sessions: Vec<_> = heard.split(|message| *message == CONNECTED).skip(1).collect();
+    assert!(sessions.len() >= 2);
+    assert_eq!(*sessions[0], LIBBLKIO);
+    assert_eq!(**sessions.last().unwrap(), LIBBLKIO);
 }
 
 #[test]

@@ -6,7 +6,7 @@
 //! As frontends see it: `support` starts backends and watches their process, `raw` is a frontend that can say anything a
 //! guest can, right or wrong. `protocol` (negotiation, rings and connections coming and going), `data` (requests and their
 //! answers), `hostile_guest` and `hostile_frontend` (those that break the rules), `libblkio` (a frontend that nobody here
-//! wrote), `memory` (what the host gets back), `recompress` (as the operator uses it), `live`
+//! wrote; `wiretap` hears what it says), `memory` (what the host gets back), `recompress` (as the operator uses it), `live`
 //! (what the operator changes meanwhile), `chaos` (ends in the middle), `differential` (the same requests to qemu-storage-daemon).
 // A test ends at the first surprise, and the line that failed says which.
 #![allow(clippy::unwrap_used)]
@@ -29,3 +29,4 @@ mod recompress;
 mod sandbox;
 mod support;
 mod train_dict;
+mod wiretap;
