@@ -769,3 +769,101 @@ impl Drop for Killed {
         let _ = self.0.wait();
     }
 }
+
+/// Rows of requests, right, nearly right and wrong: each line is answered by one object on one line, what is refused
+/// changes nothing, and the disk keeps what it holds.
+#[test]
+fn whatever_is_asked_is_answered_in_one_line_and_what_is_refused_changes_nothing() {
+    let directory = tempdir().unwrap();
+    let disk = filled_disk(directory.path());
+    let mut dice = crate::support::Dice::new();
+    let settings = |disk: &Disk| {
+        let stats = disk.stats();
+        (
+            stats.mem_limit,
+            stats.disksize,
+            stats.iops_limit,
+            stats.bandwidth_limit,
+            stats.orig_data_size,
+        )
+    };
+    let commands = [
+        "version",
+        "stats",
+        "mm-stat",
+        "io-stat",
+        "arena",
+        "compact",
+        "set",
+        "resize",
+        "idle",
+        "recompress",
+        "train-dict",
+        "reset",
+        "",
+    ];
+    let keys = [
+        "mem-limit",
+        "mem-used-max",
+        "iops-limit",
+        "limit-burst-ms",
+        "size",
+        "age",
+        "type",
+        "threshold",
+        "max-pages",
+        "priority",
+        "algorithm",
+        "level",
+        "",
+    ];
+    let values = [
+        "0",
+        "1",
+        "null",
+        "true",
+        "-1",
+        "1e3",
+        "4096",
+        "262144",
+        "67108864",
+        "18446744073709551616",
+        "\"all\"",
+        "\"1G\"",
+        "[1]",
+        "{}",
+        "\"\\ud800\"",
+    ];
+    let mut refused = 0;
+    for _ in 0..3000 {
+        let mut line = format!("{{\"command\":\"{}\"", dice.pick(&commands));
+        if dice.chance(3) {
+            line += &format!(",\"disk\":\"{}\"", dice.pick(&["filled", "other", ""]));
+        }
+        if !dice.chance(3) {
+            let pairs: Vec<String> = (0..dice.below(3))
+                .map(|_| format!("\"{}\":{}", dice.pick(&keys), dice.pick(&values)))
+                .collect();
+            line += &format!(",\"values\":{{{}}}", pairs.join(","));
+        }
+        line += "}";
+        let mut line = line.into_bytes();
+        if dice.chance(6) {
+            let at = dice.below(line.len() as u64) as usize;
+            line[at] = dice.next() as u8;
+        }
+        let before = settings(&disk);
+        let answer = vhost_user_zram::command::answer(&line, &disk);
+        let said = String::from_utf8_lossy(&line);
+        assert_eq!(answer.iter().filter(|&&byte| byte == b'\n').count(), 1, "{said}");
+        assert_eq!(answer.last(), Some(&b'\n'), "{said}");
+        let answer: Value = serde_json::from_slice(&answer).unwrap();
+        assert!(answer.is_object(), "{said}");
+        if answer.get("error").is_some() {
+            refused += 1;
+            assert_eq!(settings(&disk), before, "{said}");
+        }
+        assert_eq!(settings(&disk).4, before.4, "{said}: the content");
+    }
+    assert!((500..2900).contains(&refused), "{refused}");
+}

@@ -768,6 +768,29 @@ pub(crate) mod tests {
     }
 
     #[test]
+    fn requests_allocate_nothing() {
+        let mut bench = Bench::new(|_| {});
+        let mut serve = |rounds: u16| {
+            for round in 0..rounds {
+                let content: Vec<u8> = (0..4096u32).map(|at| (at / 9) as u8 ^ round as u8).collect();
+                for (kind, writable) in [(1, false), (0, true)] {
+                    bench.put(kind, &content, writable);
+                    let counted = allocation_counter::measure(|| {
+                        bench.queue.turn(&bench.stop);
+                    });
+                    assert!(
+                        round < 300 || counted.count_total == 0,
+                        "round {round}, type {kind}: {counted:?}"
+                    );
+                }
+            }
+        };
+        // What lasts is made with the first ones.
+        serve(600);
+        assert_eq!(bench.used_and_status().1, 0);
+    }
+
+    #[test]
     fn a_batch_calls_once() {
         let mut bench = Bench::new(|_| {});
         for _ in 0..SIZE {
