@@ -90,9 +90,9 @@ impl Zram {
         self.check_shrink(bytes)?;
         let tail: Range<u64> = bytes / PAGE_SIZE as u64..self.table.slots();
         let mut worker: Worker = self.worker()?;
-        self.note_size(bytes)?;
-        // After a kill here, zeroes behind the end: adopting looks no further than the end.
+        // First the zeroes, whose slots somebody else would find, and not have counted, when the disk grows again.
         worker.discard(tail.clone());
+        self.note_size(bytes)?;
         self.table.set_slots(tail.start);
         self.table.forget(tail);
         Ok(())

@@ -16,6 +16,7 @@ use zram_core::{
 };
 
 const SLOTS: u32 = 3000;
+const SIZE_BYTES: u64 = SLOTS as u64 * PAGE_SIZE as u64;
 const WRITERS: u32 = 3;
 const KILLS: u32 = 200;
 /// Bytes in front of the content of each memory file.
@@ -24,8 +25,8 @@ const HEAD: u64 = 4096;
 fn create() -> Arc<Zram> {
     let options = Options {
         name: "adopt".into(),
-        size_bytes: u64::from(SLOTS) * PAGE_SIZE as u64,
-        size_bytes_max: None,
+        size_bytes: SIZE_BYTES,
+        size_bytes_max: Some(2 * SIZE_BYTES),
         mem_limit_bytes: None,
         codecs: Codecs::alone(&"lz4".parse().unwrap()).unwrap(),
     };
@@ -310,6 +311,18 @@ fn victim() {
                 zram.compact();
             }
         });
+        scope.spawn(|| {
+            let (mut worker, zeroes) = (zram.worker().unwrap(), Page::zeroed());
+            loop {
+                // It may have been left as large as it gets.
+                let _ = zram.grow(2 * SIZE_BYTES);
+                for slot in (SLOTS..2 * SLOTS).step_by(700) {
+                    worker.write_page(SlotIndex(slot), &zeroes).unwrap();
+                }
+                worker.end_batch();
+                zram.shrink(SIZE_BYTES).unwrap();
+            }
+        });
     });
     drop(upkeep);
 }
@@ -338,6 +351,7 @@ fn nothing_published_is_lost_when_a_process_is_killed() {
     let mut random = random_from(5);
     let (mut page, mut expected) = (Page::zeroed(), Page::zeroed());
     let mut writes_cut_off = 0;
+    let mut sizes = [0; 2];
     for kill in 0..KILLS {
         let mut victim = spawn_victim(&memory, &journal);
         let mut lines = BufReader::new(victim.stdout.take().unwrap()).lines();
@@ -354,6 +368,13 @@ fn nothing_published_is_lost_when_a_process_is_killed() {
         })
         .unwrap();
         assert_nothing_leaks(&zram);
+        match zram.size_bytes() {
+            SIZE_BYTES => sizes[0] += 1,
+            size => {
+                assert_eq!(size, 2 * SIZE_BYTES);
+                sizes[1] += 1;
+            }
+        }
         let mut worker = zram.worker().unwrap();
         for slot in 0..SLOTS {
             worker.read_page(SlotIndex(slot), &mut page).unwrap();
@@ -375,4 +396,5 @@ fn nothing_published_is_lost_when_a_process_is_killed() {
         }
     }
     assert!(writes_cut_off > 0, "no process died in the middle of a write");
+    assert!(sizes.iter().all(|&count| count > 0), "sizes found: {sizes:?}");
 }
