@@ -18,6 +18,7 @@ use crate::protocol::{
     Arena, CompactReport, DictionaryReport, ErrorBody, Heap, Holes, IdleReport, IoStat, MmStat, PROTOCOL_VERSION,
     RecompressReport, Refusal, Request, ResizeReport, Version,
 };
+use crate::size::human_long;
 use crate::{settings, training};
 
 /// The answer to one line.
@@ -106,7 +107,7 @@ fn resize(disk: &Disk, values: Values<'_>) -> Result<ResizeReport, ErrorBody> {
     let size = size.checked_next_multiple_of(PAGE_SIZE as u64).unwrap_or(size);
     let Resized { bytes_before, notice } = disk
         .resize(size)
-        .map_err(|cause| error("not-resized", &format!("size {size}: {cause}")))?;
+        .map_err(|cause| error("not-resized", &format!("{}: {cause}", human_long(size))))?;
     if notice.is_some() {
         tracing::info!(
             disk = disk.name(),

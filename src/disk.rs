@@ -9,6 +9,7 @@ use zram_vhost::{Device, DeviceStatus, RateLimit, RequestCounts, Resized};
 
 use crate::protocol::{ContextBytes, DiskStats, Frontend, RecompressAlgorithm, Requests, SandboxStatus};
 use crate::sandbox::{Kind, Sandbox};
+use crate::size::human_long;
 
 /// A served disk.
 pub struct Disk {
@@ -88,6 +89,13 @@ impl Disk {
 
     /// Changes the size, in bytes, and tells the frontend. Holds up nobody but whoever else asks the device something.
     pub fn resize(&self, bytes: u64) -> Result<Resized, String> {
+        let max = self.zram.size_bytes_max();
+        if bytes > max {
+            return Err(format!(
+                "it can have {} at most; --size-max says so when the daemon starts",
+                human_long(max)
+            ));
+        }
         let resizer = self
             .device
             .lock()

@@ -214,9 +214,13 @@ fn assignment(text: &str) -> Result<Assignment, String> {
     let (key, value) = text
         .split_once('=')
         .ok_or("a setting is KEY=VALUE, such as mem-limit=1G")?;
-    let value = match value {
-        "none" => Value::Null,
-        value => size::parse(value)?.into(),
+    let value = match (value, key) {
+        ("none", _) => Value::Null,
+        (count, "iops-limit" | "limit-burst-ms") => {
+            let count = count.parse::<u64>();
+            count.map_err(|_| format!("{key} is a whole number"))?.into()
+        }
+        (size, _) => size::parse(size)?.into(),
     };
     Ok((key.into(), value))
 }

@@ -97,6 +97,8 @@ fn what_is_no_rate_limit_is_refused_and_changes_nothing() {
         ("limit-burst-ms=none", "0 to 60000"),
         ("iops=5", "iops-limit"),
         ("bandwidth-limit=1KB", "K, M, G, T"),
+        ("iops-limit=5K", "a whole number"),
+        ("iops-limit=-5", "a whole number"),
     ] {
         let error = refused(&disk, &["set", "d", "mem-limit=1M", value]);
         assert!(error.contains(reason), "{value}: {error}");
@@ -226,7 +228,8 @@ fn a_size_that_a_disk_cannot_have_is_refused_with_those_that_it_can() {
         ("8M1", "K, M, G, T"),
         ("0", "1 byte to 16T"),
         ("17T", "1 byte to 16T"),
-        ("9M", "from 4096 to 8388608"),
+        ("9M", "9 MiB: it can have 8 MiB at most"),
+        ("16T", "16 TiB: it can have 8 MiB at most"),
     ] {
         let error = refused(&disk, &["resize", "d", size]);
         assert!(error.contains(reason), "{size}: {error}");
