@@ -792,10 +792,10 @@ fn a_descriptor_that_cannot_be_served_is_a_usage_error() {
             only_line(&output)
         );
     }
-    let missing = daemon_output(["--size", "1M", "--fd", "77"]);
+    let missing = daemon_output(["--size", "1M", "--fd", "9999"]);
     assert_eq!(missing.status.code(), Some(2));
     assert!(
-        only_line(&missing).contains("--fd 77: is not an open descriptor"),
+        only_line(&missing).contains("--fd 9999: is not an open descriptor"),
         "{}",
         only_line(&missing)
     );

@@ -55,7 +55,7 @@ fn arena_rss(backend: &Backend) -> u64 {
 #[test]
 fn the_limit_of_file_sizes_is_compared_with_the_longest_file() {
     for (size, bytes) in [("4K", 4 << 10), ("64M", 64 << 20), ("1T", 1 << 40)] {
-        let backend = Backend::daemon(size, &[]);
+        let backend = Backend::daemon(size, &["--size-max", size]);
         backend.stats(); // its sockets stand before its memory does; who is answered knows that all does
         let files = memory_files(&backend, "memfd:zram-");
         let longest = files.iter().map(fs::Metadata::len).max().unwrap();

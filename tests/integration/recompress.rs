@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use crate::program::{text, vzramctl};
 use crate::raw::{Guest, PAGE};
-use crate::support::{Backend, Dice};
+use crate::support::{Backend, Dice, PATIENCE, wait_for};
 
 const PAGES: u64 = 256;
 
@@ -74,8 +74,12 @@ fn idle_pages_are_recompressed_and_read_back() {
     for (page, at) in pages.iter().zip(0..) {
         assert_eq!(&queue.read(at * 8, PAGE), page, "page {at}");
     }
-    assert_eq!(run(&["recompress"])["pages_tried"], 1, "the page that was read");
-    assert_eq!(run(&["recompress"])["pages_tried"], 0);
+    // And those that were moved together with others just when they were tried.
+    let tried = run(&["recompress"])["pages_tried"].as_u64().unwrap();
+    assert!((1..5).contains(&tried), "the page that was read, and {tried} in all");
+    wait_for("all are recompressed", PATIENCE, || {
+        (run(&["recompress"])["pages_tried"] == 0).then_some(())
+    });
 }
 
 #[test]
