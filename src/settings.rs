@@ -63,6 +63,14 @@ impl Change {
                 Some(burst) if burst <= BURST_MAX => Ok(Change::LimitBurst(burst)),
                 _ => wrong("allowed is 0 to 60000 milliseconds"),
             },
+            // As zram's EBUSY, once a disk is initialised.
+            ("algorithm" | "recompress-algorithm", _) => Err(error(
+                "busy",
+                &format!(
+                    "{key} is fixed while the disk is there: pages are stored with it; it is an option of the daemon"
+                ),
+            )),
+            ("size", _) => Err(error("unknown-key", "\"size\" is not set: resize changes it")),
             _ => Err(error("unknown-key", &format!("{key:?} cannot be set; {KEYS}"))),
         }
     }

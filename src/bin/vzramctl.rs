@@ -220,7 +220,9 @@ fn assignment(text: &str) -> Result<Assignment, String> {
             let count = count.parse::<u64>();
             count.map_err(|_| format!("{key} is a whole number"))?.into()
         }
-        (size, _) => size::parse(size)?.into(),
+        (size, "mem-limit" | "mem-used-max" | "bandwidth-limit") => size::parse(size)?.into(),
+        // The daemon knows why not.
+        (other, _) => other.into(),
     };
     Ok((key.into(), value))
 }

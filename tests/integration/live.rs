@@ -96,6 +96,8 @@ fn what_is_no_rate_limit_is_refused_and_changes_nothing() {
         ("limit-burst-ms=60001", "0 to 60000"),
         ("limit-burst-ms=none", "0 to 60000"),
         ("iops=5", "iops-limit"),
+        ("algorithm=zstd", "algorithm is fixed while the disk is there"),
+        ("size=8M", "resize changes it"),
         ("bandwidth-limit=1KB", "K, M, G, T"),
         ("iops-limit=5K", "a whole number"),
         ("iops-limit=-5", "a whole number"),
