@@ -27,6 +27,7 @@ mod protocol;
 mod raw;
 mod recompress;
 mod sandbox;
+mod second_opinion;
 mod support;
 mod train_dict;
 mod wiretap;
