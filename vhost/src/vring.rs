@@ -64,8 +64,6 @@ pub(crate) enum VringError {
     Areas(#[from] BadAreas),
     #[error("a kick, call or error descriptor is a file or directory")]
     NotAnEvent,
-    #[error("the in-flight region has no part for the ring")]
-    NoInflightPart,
     #[error("starting the queue: {0}")]
     Start(#[source] io::Error),
 }
@@ -215,10 +213,10 @@ impl Vring {
         }
         let areas = areas.translate(table).ok_or(VringError::OutsideMemory)?;
         let used_index_is_known = self.used_index_is_known;
-        let part = match inflight.map(|region| region.part(self.index, size)) {
-            Some(None) => return Err(VringError::NoInflightPart),
-            part => part.flatten(),
-        };
+        let part = inflight.and_then(|region| region.part(self.index, size));
+        if inflight.is_some() && part.is_none() {
+            self.report_untracked(size);
+        }
         let guest = table.guest();
         let ring = self.home()?;
         ring.set_up(&guest, size, areas, features.event_idx, features.indirect)?;
@@ -257,6 +255,19 @@ impl Vring {
             self.place = Place::Worker(worker::start(parts).map_err(VringError::Start)?);
         }
         Ok(())
+    }
+
+    /// QEMU 10.0.13 asks for a region for rings of 128 entries and then starts one of 1024. What is in flight can be told
+    /// from the used index alone, since requests are completed in order; so the ring is served, and only not noted there.
+    fn report_untracked(&self, size: u16) {
+        if self.shared.log_limit.allows() {
+            tracing::warn!(
+                disk = self.shared.disk.name(),
+                queue = self.index,
+                size,
+                "the in-flight region has no room for this ring: it is served without"
+            );
+        }
     }
 
     fn report_broken(&self, reason: BrokenRing) {

@@ -2,6 +2,7 @@
 
 use std::io::{Read, Write};
 use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 
 use vhost::vhost_user::VhostUserFrontend;
@@ -288,6 +289,22 @@ fn requests_in_flight_at_the_end_are_answered_by_the_next() {
         assert_eq!(queue.next_used(), (slot.head, 1));
         assert_eq!(queue.status(&slot), OK);
     }
+}
+
+/// As QEMU 10.0.13 does, with 128 and 1024.
+#[test]
+fn a_ring_larger_than_the_inflight_region_has_room_for_is_served_without() {
+    let rig = rig();
+    let mut client = rig.client();
+    let (region, file) = client.frontend.get_inflight_fd(&inflight(1, 8)).unwrap();
+    client.frontend.set_inflight_fd(&region, file.as_raw_fd()).unwrap();
+    let mut queue = client.start_queue(0);
+    queue.write(0, &page(1));
+    assert_eq!(queue.read(0, 4096), page(1));
+    let mut part = vec![0xff; region.mmap_size as usize];
+    file.read_exact_at(&mut part, 0).unwrap();
+    assert!(part.iter().all(|&byte| byte == 0), "nothing is noted there");
+    assert!(client.frontend.get_vring_base(0).is_ok());
 }
 
 #[test]
