@@ -296,7 +296,6 @@ impl Frontdoor {
     }
 }
 
-/// The store's errors with what lies beneath them, which says more.
 /// The algorithm with its dictionary read, and contexts to decode with. Fails before anything can be seen of the daemon.
 fn codecs(config: &Config) -> Result<Arc<Codecs>, Failure> {
     let load = |option: &str, algorithm: &Algorithm| {
@@ -319,6 +318,7 @@ fn codecs(config: &Config) -> Result<Arc<Codecs>, Failure> {
         .map_err(Failure::new)
 }
 
+/// The store's errors with what lies beneath them, which says more.
 fn told(error: &CreateError) -> String {
     match error {
         CreateError::Map(cause) => format!("{error}: {cause}"),
